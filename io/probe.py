@@ -1,0 +1,148 @@
+"""Which ways to the device this machine offers, why not the others, and the choice of one.
+
+The questions are answered without importing numpy, so that `kvtier doctor` is quick; an engine is
+imported when it is opened.
+"""
+
+import ctypes
+import errno
+import importlib.util
+import logging
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from kvtier.errors import ConfigError, DeviceError
+from kvtier.io import syscalls
+
+if TYPE_CHECKING:
+    from kvtier.io.device import Device
+    from kvtier.io.rawfile import DirectMode
+
+Engine = Literal["auto", "io_uring", "threads"]
+
+_SYSCTL = Path("/proc/sys/kernel/io_uring_disabled")
+_NVFS = Path("/proc/driver/nvidia-fs")
+_log = logging.getLogger("kvtier")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """usable: proven by trying, as far as this can be tried at no cost. reason: in words."""
+
+    engine: str
+    usable: bool
+    reason: str
+
+
+def open_device(
+    path: str,
+    *,
+    engine: Engine = "auto",
+    direct: "DirectMode" = "preferred",
+    writable: bool = True,
+) -> "Device":
+    """Open a block device or file with the engine named, or with the best that works.
+
+    "auto" takes io_uring and falls back to threads with one warning that names the cause. Raises
+    DeviceError if the path cannot be opened or the engine named is unusable.
+    """
+    if engine not in ("auto", "io_uring", "threads"):
+        raise ConfigError(f"unknown engine {engine!r}: use 'auto', 'io_uring' or 'threads'")
+    if engine != "threads":
+        report = io_uring_report()
+        if report.usable:
+            from kvtier.io.uring import UringDevice
+
+            return UringDevice.open(path, writable=writable, direct=direct)
+        if engine == "io_uring":
+            raise DeviceError(f"the engine io_uring cannot be used: {report.reason}", errno.ENOSYS)
+        _log.warning("using the engine threads: %s", report.reason)
+    from kvtier.io.threads import ThreadsDevice
+
+    return ThreadsDevice.open(path, writable=writable, direct=direct)
+
+
+def engine_reports() -> list[EngineReport]:
+    """One report per way to the device: io_uring, threads, gds."""
+    threads = EngineReport("threads", True, "preadv and pwritev work on every kernel")
+    return [io_uring_report(), threads, gds_report()]
+
+
+def io_uring_report() -> EngineReport:
+    """Sets up a small ring, and closes it."""
+    try:
+        os.close(syscalls.io_uring_setup(2, syscalls.RingParameters()))
+    except OSError as error:
+        return EngineReport("io_uring", False, _io_uring_refusal(error))
+    return EngineReport("io_uring", True, "a ring could be set up")
+
+
+def gds_report() -> EngineReport:
+    """Reads from NVMe straight into GPU memory: is there anything to try it with?"""
+    if importlib.util.find_spec("kvikio") is None:
+        reason = "kvikio is not installed (pip install 'kvtier[gpu-cu12]' or 'kvtier[gpu-cu13]')"
+        return EngineReport("gds", False, reason)
+    gpu = gpu_report()
+    if not gpu.usable:
+        return EngineReport("gds", False, gpu.reason)
+    if not _NVFS.exists():
+        return EngineReport(
+            "gds",
+            False,
+            "kvikio is installed, but the driver nvidia-fs is not loaded; kvikio would copy "
+            "through host memory",
+        )
+    return EngineReport("gds", True, "kvikio and the driver nvidia-fs are there (not yet tried)")
+
+
+def gpu_report() -> EngineReport:
+    """Can CUDA's driver library be loaded? It is not initialised: that takes a second."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return EngineReport("gpu", False, f"no CUDA driver: {error}")
+    return EngineReport("gpu", True, "libcuda.so.1 can be loaded (not initialised)")
+
+
+def memlock_bytes() -> int | None:
+    """How much memory this process may pin, in bytes; None if there is no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def memlock_report() -> EngineReport:
+    """Whether the limit on pinned memory leaves room for registered buffers, in words."""
+    limit = memlock_bytes()
+    if limit is None:
+        return EngineReport("memlock", True, "no limit on pinned memory")
+    return EngineReport(
+        "memlock",
+        limit > 0,
+        f"at most {limit} bytes may be pinned; buffers past that are used unregistered "
+        "(raise it by ulimit -l or LimitMEMLOCK=)",
+    )
+
+
+def _io_uring_refusal(error: OSError) -> str:
+    """What the errno of io_uring_setup means here, its effect and its remedy."""
+    try:
+        disabled = _SYSCTL.read_text().strip()
+    except OSError:
+        disabled = "unknown"
+    name = errno.errorcode.get(error.errno or 0, str(error.errno))
+    causes = {
+        errno.EPERM: "a seccomp filter of a container, or kernel.io_uring_disabled, which is "
+        f"{disabled} here",
+        errno.ENOSYS: "a kernel without io_uring, or a seccomp filter of a container that hides it",
+        errno.ENOMEM: "the memlock limit (ulimit -l)",
+        errno.EMFILE: "too many open files",
+    }
+    cause = causes.get(error.errno or 0, error.strerror or "unknown cause")
+    return (
+        f"io_uring refused by the kernel ({name}): {cause}. Effect: more threads and CPU time per "
+        "request; the bytes are the same. Remedy: allow the calls io_uring_setup, io_uring_enter "
+        "and io_uring_register, and set kernel.io_uring_disabled=0"
+    )

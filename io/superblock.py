@@ -1,0 +1,143 @@
+"""The region's root on the device: identity, geometry and format version, in three copies.
+
+Layout, little-endian, 4096 bytes (docs/format.md has a sentence per field):
+
+    0    magic         8   b"KVTIERSB"
+    8    version       u32 FORMAT_VERSION
+    12   block_bytes   u32 logical block of the device at format time
+    16   sequence      u64 grows by one with each rewrite; of two valid copies the larger counts
+    24   store_uuid    16
+    40   created       u64 unix seconds
+    48   region_bytes  u64 bytes from the start of the device to the end of the region
+    56   data_start    u64 first byte that an extent may use
+    64   grid_bytes    u32
+    68   zero          4020
+    4088 checksum      u64 XXH3-64 of bytes 0..4088
+
+Invariants:
+- Magic, version and checksum keep their places in every later version, so that an old release
+  recognises a newer region and refuses it without taking it for damaged.
+- Copies lie at offset 0, at 64 KiB and in the last grid block of the region; extents in none.
+"""
+
+import struct
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import xxhash
+
+from kvtier.errors import BadMagic, ChecksumMismatch, DeviceError, FormatError, VersionMismatch
+from kvtier.io.alignment import GRID_BYTES, align_down
+
+MAGIC = b"KVTIERSB"
+FORMAT_VERSION = 1
+SUPERBLOCK_BYTES = 4096
+SECOND_COPY_OFFSET = 64 * 1024
+DATA_START = 1024 * 1024
+
+_FIELDS = struct.Struct("<8sIIQ16sQQQI4020x")
+_CHECKSUM = struct.Struct("<Q")
+assert _FIELDS.size + _CHECKSUM.size == SUPERBLOCK_BYTES == GRID_BYTES
+assert SECOND_COPY_OFFSET + SUPERBLOCK_BYTES <= DATA_START
+assert DATA_START % GRID_BYTES == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """A checked superblock. created: unix seconds; the rest in bytes."""
+
+    store_uuid: str
+    created: int
+    region_bytes: int
+    block_bytes: int
+    sequence: int = 1
+    data_start: int = DATA_START
+    grid_bytes: int = GRID_BYTES
+
+    def pack(self) -> bytes:
+        """The 4096 bytes that stand on the device."""
+        body = _FIELDS.pack(
+            MAGIC,
+            FORMAT_VERSION,
+            self.block_bytes,
+            self.sequence,
+            uuid.UUID(self.store_uuid).bytes,
+            self.created,
+            self.region_bytes,
+            self.data_start,
+            self.grid_bytes,
+        )
+        return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+
+    @classmethod
+    def parse(cls, data: bytes) -> "Superblock":
+        """Check and read 4096 bytes. Raises BadMagic, VersionMismatch, ChecksumMismatch."""
+        if len(data) != SUPERBLOCK_BYTES:
+            raise BadMagic(f"a superblock has {SUPERBLOCK_BYTES} bytes: got {len(data)}")
+        (magic, version, block_bytes, sequence, store, created, region_bytes, start, grid) = (
+            _FIELDS.unpack_from(data)
+        )
+        if magic != MAGIC:
+            raise BadMagic(f"no kvtier superblock: expected {MAGIC!r}, found {magic!r}")
+        if version != FORMAT_VERSION:
+            raise VersionMismatch("the superblock", version, FORMAT_VERSION)
+        if not checksum_holds(data):
+            raise ChecksumMismatch("the superblock is damaged: its checksum does not match")
+        return cls(
+            str(uuid.UUID(bytes=store)), created, region_bytes, block_bytes, sequence, start, grid
+        )
+
+
+def checksum_holds(data: bytes) -> bool:
+    """True if the bytes are as they were written, whatever format version they have."""
+    body, (stored,) = data[: _FIELDS.size], _CHECKSUM.unpack_from(data, _FIELDS.size)
+    return bool(xxhash.xxh3_64_intdigest(body) == stored)
+
+
+def copy_offsets(region_bytes: int) -> tuple[int, int, int]:
+    """Where the three copies of a region of this size lie. Bytes."""
+    return 0, SECOND_COPY_OFFSET, align_down(region_bytes, GRID_BYTES) - GRID_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SuperblockCopy:
+    """One place where a superblock should be: the checked one, or the error that it gave."""
+
+    offset: int
+    found: Superblock | FormatError | DeviceError
+    newer_version: bool
+    """True if an intact superblock of another format version stands here."""
+
+
+def read_copies(
+    read: Callable[[int, int], bytes], capacity_bytes: int
+) -> tuple[SuperblockCopy, SuperblockCopy, SuperblockCopy]:
+    """Read and check all three copies.
+
+    read(offset, length) returns bytes of the device. The place of the last copy follows from the
+    region size in the first two where one of them is intact and the device is long enough, else
+    from `capacity_bytes`.
+    """
+    first = _read_copy(read, 0)
+    second = _read_copy(read, SECOND_COPY_OFFSET)
+    region_bytes = capacity_bytes
+    for copy in (first, second):
+        if isinstance(copy.found, Superblock) and copy.found.region_bytes <= capacity_bytes:
+            region_bytes = copy.found.region_bytes
+            break
+    return first, second, _read_copy(read, copy_offsets(region_bytes)[2])
+
+
+def _read_copy(read: Callable[[int, int], bytes], offset: int) -> SuperblockCopy:
+    try:
+        data = read(offset, SUPERBLOCK_BYTES)
+    except DeviceError as error:
+        # One unreadable copy is what the others are for.
+        return SuperblockCopy(offset, error, False)
+    try:
+        return SuperblockCopy(offset, Superblock.parse(data), False)
+    except VersionMismatch as error:
+        return SuperblockCopy(offset, error, checksum_holds(data))
+    except FormatError as error:
+        return SuperblockCopy(offset, error, False)

@@ -1,0 +1,60 @@
+"""`kvtier.open`: the way in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtier.errors import ConfigError
+from kvtier.tiering.config import Config, DirectMode, Engine
+from kvtier.tiering.fingerprint import Fingerprint
+from kvtier.tiering.geometry import Geometry
+
+if TYPE_CHECKING:
+    from kvtier.tiering.store import Store
+
+
+def open_store(
+    path: str | Path,
+    *,
+    model: Any = None,
+    geometry: Geometry | None = None,
+    fingerprint: Mapping[str, Any] | str | None = None,
+    namespace: str = "",
+    region: int | str | None = None,
+    hot: int | str = "512MiB",
+    host: int | str = 0,
+    engine: Engine = "auto",
+    direct_io: DirectMode = "preferred",
+    force: bool = False,
+) -> Store:
+    """Open the store in directory `path`, or make one there. Use it as a `with` block.
+
+    model: a Hugging Face model; its geometry and fingerprint are read from it, and its attention
+        is set to "kvtier" until the store is closed.
+    geometry, fingerprint: for any other engine: the KV shapes, and plain values that identify
+        all that the KV depends on (weights, dtype, rotary settings, ...).
+    namespace: separates tenants: KV is never shared across namespaces.
+    region, hot, host, engine, direct_io, force: see kvtier.Config.
+
+    Raises ConfigError for settings that cannot be used, and every error of Store.open.
+    """
+    from kvtier.tiering.store import Store
+
+    config = Config(region, hot, host, engine, direct_io, force)
+    if model is not None:
+        if geometry is not None or fingerprint is not None:
+            raise ConfigError("pass a model, or geometry and fingerprint, not both")
+        from kvtier.tiering.adapters.model_store import open_for_model
+
+        store: Store = open_for_model(path, model, namespace, config)
+        return store
+    if geometry is None or fingerprint is None:
+        raise ConfigError("pass model=, or both geometry= and fingerprint=")
+    identity = {
+        "engine": fingerprint if isinstance(fingerprint, str) else dict(fingerprint),
+        "geometry": geometry.to_dict(),
+        "namespace": namespace,
+    }
+    return Store.open(path, geometry, Fingerprint.of(identity), config)

@@ -1,0 +1,120 @@
+"""What stands on a device that is not ours: recognised, named, and not overwritten."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import (
+    DeviceError,
+    ForeignDataError,
+)
+from kvtier.io import foreign
+from kvtier.io.foreign import foreign_content, mounted_on
+from kvtier.io.probe import open_device
+from kvtier.io.rawfile import create_region_file
+from kvtier.io.region import Region
+from kvtier.io.superblock import (
+    SECOND_COPY_OFFSET,
+    SUPERBLOCK_BYTES,
+)
+from tests.conftest import LoopMaker
+from tests.region_cases import (
+    REGION_BYTES,
+    STORE,
+    create,
+    make_file_system,
+    patch,
+    peek,
+    reopen,
+    write_gpt,
+)
+
+
+def named(content: str) -> str:
+    """What is said of this content: its name only where libblkid is installed."""
+    return content if foreign._load_blkid() is not None else "unknown data in the first 1 MiB"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[str]:
+    name = str(tmp_path / "region")
+    create_region_file(name, REGION_BYTES)
+    yield name
+    os.unlink(name)
+
+
+def test_create_refuses_a_file_system_unless_forced(path: str) -> None:
+    make_file_system(path)
+    assert foreign_content(path) == named("ext4 file system")
+    with pytest.raises(ForeignDataError, match="force"):
+        create(path)
+    create(path, force=True)
+    assert foreign_content(path) is None
+    assert reopen(path) == []
+
+
+def test_foreign_content_of_a_partition_table(path: str) -> None:
+    write_gpt(path)
+    assert foreign_content(path) == named("GPT partition table")
+    with pytest.raises(ForeignDataError):
+        create(path)
+
+
+def test_foreign_content_of_ours_and_of_nothing(path: str) -> None:
+    assert foreign_content(path) is None
+    create(path)
+    assert foreign_content(path) is None
+    patch(path, 0, bytes(SUPERBLOCK_BYTES))
+    assert peek(path, SECOND_COPY_OFFSET, 8) == b"KVTIERSB"
+    assert foreign_content(path) is None
+    with pytest.raises(DeviceError):
+        foreign_content(path + "-missing")
+    with pytest.raises(DeviceError):
+        mounted_on(path + "-missing")
+
+
+def test_without_libblkid_the_data_is_still_seen(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.io.foreign._load_blkid", lambda: None)
+    assert foreign_content(path) is None
+    make_file_system(path)
+    assert foreign_content(path) == "unknown data in the first 1 MiB"
+
+
+@pytest.mark.parametrize("use", ["mounted on /mnt", "in use as swap"])
+def test_a_device_in_use_is_never_formatted(
+    path: str, monkeypatch: pytest.MonkeyPatch, use: str
+) -> None:
+    monkeypatch.setattr("kvtier.io.region.mounted_on", lambda path: use)
+    with pytest.raises(ForeignDataError, match=use):
+        create(path, force=True)
+    assert not Path(path).read_bytes().strip(b"\0")
+
+
+@pytest.mark.loop
+def test_a_mounted_device(loop_device: LoopMaker, tmp_path: Path) -> None:
+    device = loop_device(16 << 20, 512)
+    assert mounted_on(device) is None
+    assert mounted_on(str(tmp_path / "loop0.img")) == (
+        f"held by {device}, whose backing file it is"
+    )
+    make_file_system(device)
+    mount_point = tmp_path / "a mount point"
+    mount_point.mkdir()
+    subprocess.run(["mount", device, str(mount_point)], check=True)
+    try:
+        assert mounted_on(device) == f"mounted on {mount_point}"
+        with pytest.raises(ForeignDataError, match="mounted on"):
+            open_device(device)
+        reader = open_device(device, writable=False)
+        with pytest.raises(ForeignDataError, match="forced or not"):
+            Region.create(reader, STORE, force=True)
+        reader.close()
+    finally:
+        subprocess.run(["umount", str(mount_point)], check=True)
+    with pytest.raises(ForeignDataError, match=named("ext4 file system")):
+        create(device)

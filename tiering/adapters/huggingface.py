@@ -1,0 +1,308 @@
+"""A Hugging Face `Cache` whose KV lives in a kvtier store.
+
+    with kvtier.open("kv", model=model) as store:
+        cache = TieredCache(store, input_ids)
+        output = model.generate(input_ids, cache=cache)
+        cache.save("book", tokens=output)
+
+Each row of a batch is a Sequence; the padding on its left is not part of it. Columns count tokens
+the way the library does, padding included.
+"""
+
+import copy
+import weakref
+from collections.abc import Sequence as Listing
+from typing import Any, Self
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvtier.errors import ConfigError
+from kvtier.tiering.adapters import attention
+from kvtier.tiering.adapters.batch import Ids, Rows, as_batch, left_pads, shared_columns
+from kvtier.tiering.store import Store
+
+
+class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer of a TieredCache."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, rows: Rows, layer: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows = rows
+        self.layer = layer
+        self.window = rows.store.geometry.layers[layer].window
+        self.is_sliding = self.window is not None
+        self.is_initialized = True
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.rows.sequences)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the store knows its shapes."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the KV of new columns; returns them, tagged with what attends to everything."""
+        rows = self.rows
+        if len(key_states) != len(rows.sequences):
+            raise ConfigError(
+                f"a batch of {len(key_states)} rows, but this cache was made for "
+                f"{len(rows.sequences)}"
+            )
+        at, count = rows.columns[self.layer], key_states.shape[2]
+        for row, (pad, sequence) in enumerate(zip(rows.pads, rows.sequences, strict=True)):
+            skip = min(max(pad - at, 0), count)
+            if skip < count:
+                rows.store.append(
+                    sequence, self.layer, key_states[row, :, skip:], value_states[row, :, skip:]
+                )
+        rows.columns[self.layer] = at + count
+        tagged = key_states.view_as(key_states)
+        setattr(tagged, attention.TAG, self)
+        return tagged, value_states
+
+    def require_window(self, window: int | None) -> None:
+        if window != self.window:
+            raise ConfigError(
+                f"layer {self.layer} asks for a window of {window}, its geometry says {self.window}"
+            )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        chunk: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        rows, (keys, values) = self.rows, chunk
+        self._check_mask(attention_mask)
+        batch, heads, count, _ = query.shape
+        at = rows.columns[self.layer] - count
+        out = query.new_zeros(batch, count, heads, values.shape[3])
+        for row, (pad, sequence) in enumerate(zip(rows.pads, rows.sequences, strict=True)):
+            skip = min(max(pad - at, 0), count)
+            if skip < count:
+                attended = rows.store.attend(
+                    sequence,
+                    self.layer,
+                    query[row, :, skip:],
+                    keys=keys[row, :, skip:],
+                    values=values[row, :, skip:],
+                    scale=scale,
+                    softcap=softcap,
+                )
+                out[row, skip:] = attended.transpose(0, 1)
+        return out
+
+    def _check_mask(self, mask: torch.Tensor | None) -> None:
+        """The mask of the first layer must be the padding that the cache was made with."""
+        if self.layer:
+            return
+        rows = self.rows
+        if mask is None:
+            if any(rows.pads):
+                raise ConfigError("this cache has padded rows, but the model got no attention_mask")
+            return
+        if mask.ndim != 2:
+            raise NotImplementedError(
+                f"a TieredCache takes a padding mask [batch, tokens]: got {list(mask.shape)}"
+            )
+        expected = torch.arange(mask.shape[1])[None] >= torch.tensor(rows.pads)[:, None]
+        if mask.shape[1] != rows.columns[0] or bool((mask.bool() != expected).any()):
+            raise ConfigError(
+                "the attention_mask that the model got is not the one this cache was made with: "
+                "pass the same to TieredCache and to the model"
+            )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Logical length in columns, whatever is in memory."""
+        return self.rows.columns[self.layer]
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class TieredCache(Cache):
+    """KV of a batch in a store; begins with what all rows of `input_ids` share with the store.
+
+    input_ids: [tokens] or [batch, tokens]. attention_mask: same shape, zeros on the left where
+    rows are padded. At least one token is always left for the model to compute. Raises
+    ConfigError, and NotImplementedError for padding that is not on the left.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        input_ids: torch.Tensor | Listing[int],
+        attention_mask: torch.Tensor | None = None,
+    ) -> None:
+        ids = as_batch(input_ids, "input_ids")
+        pads = left_pads(ids, attention_mask)
+        masked = [int(ids[row, 0]) for row, pad in enumerate(pads) if pad]
+        self.pad_token = masked[0] if masked else None
+        streams = [ids[row, pad:] for row, pad in enumerate(pads)]
+        self.restored_tokens = 0
+        """Columns that the model need not compute."""
+        rows = Rows(store, pads, [])
+        self._setup(rows)
+        self._restore(streams, ids.shape[1])
+
+    def _setup(self, rows: Rows) -> None:
+        self.rows = rows
+        layers = [TieredLayer(rows, layer) for layer in range(len(rows.store.geometry.layers))]
+        super().__init__(layers=list(layers))
+        # Sequences are let go when the cache is, at the store's next call: a finaliser may run
+        # in the middle of one.
+        finalizer = weakref.finalize(self, rows.store.release_later, rows.sequences)
+        finalizer.atexit = False
+
+    def _restore(self, streams: list[Ids], length: int) -> None:
+        rows, store = self.rows, self.rows.store
+        found = [store.lookup(each) for each in streams]
+        columns = shared_columns(rows.pads, found, length)
+        for pad, stream in zip(rows.pads, streams, strict=True):
+            rows.sequences.append(store.resume(stream[: max(0, columns - pad)]))
+        columns = shared_columns(rows.pads, [each.length() for each in rows.sequences], length)
+        for pad, stream, sequence in zip(rows.pads, streams, rows.sequences, strict=True):
+            store.crop(sequence, max(0, columns - pad))
+            store.name_tokens(sequence, stream)
+        rows.columns = [columns] * len(rows.columns)
+        self.restored_tokens = columns
+
+    # ---- what the library calls -------------------------------------------------------------
+
+    def observe(self, input_ids: torch.Tensor) -> None:
+        """The model is about to read these ids [batch, n]: they continue every row.
+
+        A batch that is a multiple of this cache's (beams, several answers) repeats its rows.
+        Raises ConfigError where they are not the ids that this cache was made for.
+        """
+        rows = self.rows
+        ids = as_batch(input_ids, "input_ids")
+        repeats, rest = divmod(len(ids), len(rows.sequences))
+        if repeats > 1 and not rest:
+            self.batch_repeat_interleave(repeats)
+        at = rows.columns[0]
+        for row, (pad, sequence) in enumerate(zip(rows.pads, rows.sequences, strict=True)):
+            new = ids[row, max(pad - at, 0) :] if len(ids) == len(rows.sequences) else ids[:0, 0]
+            known = sequence.tokens[: sequence.length()]
+            if len(new) and len(known) == sequence.length():
+                rows.store.name_tokens(sequence, np.concatenate([known, new]))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.rows.columns[layer_idx]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; the library passes their number as a negative integer."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes the number of tokens to remove as a negative integer: "
+                f"got {tokens_to_remove}"
+            )
+        rows = self.rows
+        columns = rows.columns[0] + tokens_to_remove
+        if columns < 0:
+            raise ConfigError(f"cannot remove {-tokens_to_remove} of {rows.columns[0]} tokens")
+        for pad, sequence in zip(rows.pads, rows.sequences, strict=True):
+            rows.store.crop(sequence, max(0, columns - pad))
+        rows.columns = [columns] * len(rows.columns)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.rows.rearrange(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        count = len(self.rows.sequences)
+        self.rows.rearrange([row for row in range(count) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        chosen = torch.arange(len(self.rows.sequences))[indices]
+        self.rows.rearrange(chosen.tolist())
+
+    def reset(self) -> None:
+        """Forget everything; the rows and their padding stay."""
+        self.crop(-self.rows.columns[0])
+
+    # ---- what kvtier adds -------------------------------------------------------------------
+
+    def fork(self) -> "TieredCache":
+        """A second cache with the same tokens, sharing all that is sealed."""
+        rows = self.rows
+        twin = Rows(rows.store, list(rows.pads), [rows.store.fork(s) for s in rows.sequences])
+        twin.columns = list(rows.columns)
+        cache = copy.copy(self)
+        cache._setup(twin)
+        return cache
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TieredCache":
+        return self.fork()
+
+    def close(self) -> None:
+        """Let go of the Sequences now. What was saved stays saved."""
+        for sequence in self.rows.sequences:
+            self.rows.store.release(sequence)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def save(self, name: str, tokens: torch.Tensor | Listing[int] | None = None) -> int:
+        """Seal, flush and hold; returns the tokens saved. Survives the process.
+
+        tokens: what the model put out, [tokens] or [batch, tokens], padding included; default:
+        the ids that the model was seen to read. Rows of a batch are saved as NAME/0, NAME/1, ...
+        Padding is never stored, neither on the left nor behind the end of a row. Raises
+        ConfigError when the length does not fit the KV held.
+        """
+        rows = self.rows
+        if tokens is None:
+            return sum(
+                rows.store.save(sequence, self._row_name(name, row))
+                for row, sequence in enumerate(rows.sequences)
+            )
+        ids = as_batch(tokens, "tokens")
+        held = rows.columns[0]
+        if len(ids) != len(rows.sequences) or ids.shape[1] not in (held, held + 1):
+            raise ConfigError(
+                f"tokens {list(ids.shape)} do not fit the KV held: {len(rows.sequences)} rows of "
+                f"{held} tokens (or {held + 1}, the last not read by the model)"
+            )
+        return sum(self._save_row(name, row, ids[row]) for row in range(len(ids)))
+
+    def _row_name(self, name: str, row: int) -> str:
+        return name if len(self.rows.sequences) == 1 else f"{name}/{row}"
+
+    def _save_row(self, name: str, row: int, ids: Ids) -> int:
+        rows = self.rows
+        sequence = rows.sequences[row]
+        stream = ids[rows.pads[row] :]
+        end = self._end(stream)
+        row_name = self._row_name(name, row)
+        if end == len(stream):
+            return rows.store.save(sequence, row_name, stream)
+        # The row ended before others of its batch: what follows is padding.
+        ended = rows.store.fork(sequence)
+        try:
+            rows.store.crop(ended, min(end, ended.length()))
+            return rows.store.save(ended, row_name, stream[: ended.length()])
+        finally:
+            rows.store.release(ended)
+
+    def _end(self, stream: Ids) -> int:
+        """Tokens before the padding that ends a row."""
+        if self.pad_token is None or len(self.rows.sequences) == 1:
+            return len(stream)
+        other = np.flatnonzero(stream != self.pad_token)
+        return int(other[-1]) + 1 if len(other) else len(stream)

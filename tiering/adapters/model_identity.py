@@ -1,0 +1,132 @@
+"""Reads Geometry and Fingerprint off a Hugging Face model: resolved values only, no names."""
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+import xxhash
+from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from kvtier.errors import ConfigError
+from kvtier.tiering.fingerprint import Fingerprint
+from kvtier.tiering.geometry import Geometry, LayerGeometry
+from kvtier.tiering.packing import TORCH_DTYPES
+
+LAYER_KINDS = ("full_attention", "sliding_attention")
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+# Fields of a config that say where a model came from or how it is run, not what it computes.
+RUNTIME_FIELDS = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+}
+
+
+def geometry_of(model: PreTrainedModel) -> Geometry:
+    """The KV shapes of every layer. Raises NotImplementedError, naming the layer kind, for
+    models that keep other state than keys and values, or share it between layers."""
+    config: Any = model.config.get_text_config(decoder=True)
+    dtypes = {value: name for name, value in TORCH_DTYPES.items()}
+    if model.dtype not in dtypes:
+        raise ConfigError(f"the model computes in {model.dtype}: kvtier keeps {list(TORCH_DTYPES)}")
+    if not getattr(config, "is_causal", True) or getattr(
+        config, "use_bidirectional_attention", False
+    ):
+        raise NotImplementedError("a model whose attention is not causal has no KV to reuse")
+    if getattr(config, "kv_lora_rank", None):
+        raise NotImplementedError("latent attention (MLA) models are not supported yet")
+    kinds, options = get_layer_types_and_kwargs(config)
+    layers = []
+    for index, (kind, option) in enumerate(zip(kinds, options, strict=True)):
+        if kind not in LAYER_KINDS:
+            raise NotImplementedError(
+                f"layer {index} is of kind {kind!r}: kvtier takes {' and '.join(LAYER_KINDS)}"
+            )
+        own = config.per_layer_config[index]
+        heads = own.num_attention_heads
+        width = getattr(own, "head_dim", None) or own.hidden_size // heads
+        kv_heads = getattr(own, "num_key_value_heads", None) or heads
+        layers.append(LayerGeometry(kv_heads, width, width, option.get("sliding_window")))
+    return Geometry(tuple(layers), dtypes[model.dtype])
+
+
+def fingerprint_of(model: PreTrainedModel, geometry: Geometry, namespace: str) -> Fingerprint:
+    """Digest of weights, config, rotary settings, active adapters, shapes and namespace.
+
+    Raises NotImplementedError for rotary embeddings that change with the length of the text:
+    the KV of a prefix would then depend on what follows it.
+    """
+    config = {
+        key: value
+        for key, value in model.config.to_dict().items()
+        if key not in RUNTIME_FIELDS and not key.startswith("_")
+    }
+    rotary = _rotary(model)
+    canonical = json.dumps(config, sort_keys=True, default=str)
+    return Fingerprint.of(
+        {
+            "engine": "transformers",
+            "model_type": str(model.config.model_type),
+            "weights": weights_digest(model),
+            "config": hashlib.sha256(canonical.encode()).hexdigest(),
+            "rotary": rotary,
+            "adapter": _adapters(model),
+            "geometry": geometry.to_dict(),
+            "namespace": namespace,
+        }
+    )
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """xxh3-128 over name, shape, dtype and bytes of every parameter and buffer (rotary
+    frequencies are among the buffers). Cached on the model until a weight is changed in place."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    state = tuple((name, each.data_ptr(), each._version) for name, each in tensors)
+    cached = getattr(model, "_kvtier_weights", None)
+    if cached is not None and cached[0] == state:
+        return str(cached[1])
+    digest = xxhash.xxh3_128()
+    for name, each in tensors:
+        digest.update(f"{name} {list(each.shape)} {each.dtype};".encode())
+        data = each.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(data.numpy().data)
+    model._kvtier_weights = (state, digest.hexdigest())  # type: ignore[assignment]
+    return digest.hexdigest()
+
+
+def _rotary(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Kind and scaling of every rotary embedding; its frequencies are digested as weights."""
+    found = []
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if kind is None:
+            continue
+        kinds = kind if isinstance(kind, dict) else {"all": kind}
+        for each in kinds.values():
+            if each in LENGTH_DEPENDENT_ROPE:
+                raise NotImplementedError(
+                    f"rotary scaling {each!r} changes keys with the length of the text; their KV "
+                    "cannot be reused"
+                )
+        scaling = {
+            name: float(value)
+            for name, value in vars(module).items()
+            if name.endswith("attention_scaling") and isinstance(value, int | float)
+        }
+        found.append({"kind": {k: str(v) for k, v in kinds.items()}, "scaling": scaling})
+    return found
+
+
+def _adapters(model: PreTrainedModel) -> list[str]:
+    """Names of active adapters; their weights are among the parameters."""
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        return []
+    return sorted(str(each) for each in model.active_adapters())

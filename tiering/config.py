@@ -1,0 +1,91 @@
+"""Settings of a store, checked once, and sizes as people write them."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from kvtier.errors import ConfigError
+
+UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+
+Engine = Literal["auto", "io_uring", "threads"]
+DirectMode = Literal["required", "preferred", "off"]
+
+
+def parse_bytes(size: int | str, what: str) -> int:
+    """Bytes of "512MiB", "4 GiB", "1.5GB" or of a number. Raises ConfigError, naming `what`."""
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise ConfigError(f"{what} must be a size such as 4294967296 or '4GiB': got {size!r}")
+    if isinstance(size, int):
+        value = size
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        if match is None or match[2].lower() not in UNITS:
+            raise ConfigError(f"{what} must be a size such as '512MiB' or '4GiB': got {size!r}")
+        value = int(float(match[1]) * UNITS[match[2].lower()])
+    if value < 0:
+        raise ConfigError(f"{what} must not be negative: got {size!r}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a store is opened.
+
+    region: a size ("4GiB": a preallocated file in the store's directory), the path of a block
+        device or of a file, or None: the region that the store has, 4 GiB for a new store.
+    hot, host: limits in bytes of the memory tiers; host may be 0.
+    engine: which Device implementation ("auto": the first that works here).
+    direct_io: "required" refuses a file system without O_DIRECT, "preferred" reports it.
+    force: format a region even though it carries something else. Never one that is mounted.
+    """
+
+    region: int | str | None = None
+    hot: int | str = "512MiB"
+    host: int | str = 0
+    engine: Engine = "auto"
+    direct_io: DirectMode = "preferred"
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.hot, "hot")
+        parse_bytes(self.host, "host")
+        if self.engine not in ("auto", "io_uring", "threads"):
+            raise ConfigError(f"engine must be auto, io_uring or threads: got {self.engine!r}")
+        if self.direct_io not in ("required", "preferred", "off"):
+            raise ConfigError(
+                f"direct_io must be required, preferred or off: got {self.direct_io!r}"
+            )
+
+    @property
+    def hot_bytes(self) -> int:
+        return parse_bytes(self.hot, "hot")
+
+    @property
+    def host_bytes(self) -> int:
+        return parse_bytes(self.host, "host")
+
+    @property
+    def region_path(self) -> str | None:
+        """The path that `region` names; None when it is a size or not given."""
+        if isinstance(self.region, str) and "/" in self.region:
+            return self.region
+        return None
+
+    @property
+    def region_bytes(self) -> int | None:
+        """The size that `region` names; None when it is a path or not given."""
+        if self.region is None or self.region_path is not None:
+            return None
+        return parse_bytes(self.region, "region")

@@ -1,0 +1,260 @@
+"""The bytes of an Extent: header, page directory, tokens, payload (`docs/format.md`).
+
+Invariants:
+- A header is self-describing and covered by one checksum; it names its store, its Segment, its
+  layer and the device offset where it was written, so a stale, misdirected or foreign block is
+  recognised whatever its own checksum says.
+- Page checksums are seeded with the Segment's generation: bytes of another Segment fail them.
+- Header, directory and tokens fill whole grid blocks; the payload begins on the grid.
+- `parse_header` bounds every size before it is used.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtier.errors import BadMagic, ChecksumMismatch, FormatError, VersionMismatch
+from kvtier.io.alignment import GRID_BYTES, align_up
+from kvtier.tiering.chain import Tokens
+from kvtier.tiering.geometry import PAGE_TOKENS, SEGMENT_TOKENS, Geometry, LayerGeometry, pages_of
+
+MAGIC = b"KVTIEREX"
+FORMAT_VERSION = 1
+HEADER = struct.Struct("<8sII16s32s16s16sQQQQQQIIIIIHHIIII56sQQ")
+HEADER_BYTES = 256
+assert HEADER.size == HEADER_BYTES
+CHECKSUM_AT = HEADER_BYTES - 8
+
+DIRECTORY_ENTRY = np.dtype(
+    [
+        ("offset", "<u4"),
+        ("length", "<u4"),
+        ("checksum", "<u8"),
+        ("tokens", "<u2"),
+        ("head_group", "<u2"),
+        ("codec", "u1"),
+        ("reserved", "u1", (3,)),
+        ("positions", "<u2", (PAGE_TOKENS,)),
+    ]
+)
+assert DIRECTORY_ENTRY.itemsize == 56
+
+CODEC_RAW = 0
+NO_POSITION = 0xFFFF
+"""Fills the positions of the slots that a Page does not use."""
+DTYPE_CODES = {"float32": 1, "float16": 2, "bfloat16": 3}
+PROVENANCE_BYTES = 56
+
+Directory = npt.NDArray[np.void]
+ByteArray = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentIdentity:
+    """Whose Extent this is and where it must lie."""
+
+    store_uuid: bytes
+    fingerprint: bytes
+    provenance: str
+    start_digest: bytes
+    end_digest: bytes
+    generation: int
+    start_position: int
+    token_count: int
+    layer: int
+    device_offset: int
+    extent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentHeader:
+    """A parsed and checked header with its directory and, in layer 0, the Segment's tokens."""
+
+    identity: ExtentIdentity
+    geometry: LayerGeometry
+    dtype: str
+    layers: int
+    header_bytes: int
+    payload_bytes: int
+    payload_checksum: int
+    directory: Directory
+    tokens: Tokens | None
+
+
+def header_bytes(geometry: Geometry, layer: int, token_count: int) -> int:
+    """Bytes before the payload of an Extent, on the grid."""
+    pages = geometry.layers[layer].kv_heads * pages_of(token_count)
+    tokens = 4 * token_count if layer == 0 else 0
+    return align_up(HEADER_BYTES + pages * DIRECTORY_ENTRY.itemsize + tokens, GRID_BYTES)
+
+
+def extent_bytes(geometry: Geometry, layer: int, token_count: int) -> int:
+    """Bytes of an Extent of raw pages, on the grid."""
+    payload = geometry.payload_bytes(layer, token_count)
+    return header_bytes(geometry, layer, token_count) + align_up(payload, GRID_BYTES)
+
+
+def checksum(data: ByteArray, seed: int) -> int:
+    """xxh3-64 of the bytes, bound to the Segment by its generation."""
+    return xxhash.xxh3_64_intdigest(data.data, seed)
+
+
+def checksum_pages(directory: Directory, payload: ByteArray, generation: int) -> None:
+    """Write the checksum of every Page of `payload` into the directory."""
+    view = payload.data
+    digest = xxhash.xxh3_64_intdigest
+    directory["checksum"] = [
+        digest(view[offset : offset + length], generation)
+        for offset, length in zip(
+            directory["offset"].tolist(), directory["length"].tolist(), strict=True
+        )
+    ]
+
+
+def damaged_pages(directory: Directory, payload: ByteArray, generation: int) -> list[int]:
+    """Indices of the Pages whose bytes do not have their checksum."""
+    view = payload.data
+    digest = xxhash.xxh3_64_intdigest
+    return [
+        index
+        for index, (offset, length, expected) in enumerate(
+            zip(
+                directory["offset"].tolist(),
+                directory["length"].tolist(),
+                directory["checksum"].tolist(),
+                strict=True,
+            )
+        )
+        if digest(view[offset : offset + length], generation) != expected
+    ]
+
+
+def write_header(
+    target: ByteArray,
+    identity: ExtentIdentity,
+    geometry: Geometry,
+    directory: Directory,
+    payload_checksum: int,
+    tokens: Tokens,
+) -> None:
+    """Fill `target`, exactly the header's grid blocks, with the header of one Extent."""
+    layer = geometry.layers[identity.layer]
+    stored = tokens if identity.layer == 0 else tokens[:0]
+    provenance = identity.provenance.encode()
+    assert len(provenance) <= PROVENANCE_BYTES, identity.provenance
+    assert target.size == header_bytes(geometry, identity.layer, identity.token_count)
+    assert len(directory) == layer.kv_heads * pages_of(identity.token_count)
+    target[:] = 0
+    HEADER.pack_into(
+        target.data,
+        0,
+        MAGIC,
+        FORMAT_VERSION,
+        target.size,
+        identity.store_uuid,
+        identity.fingerprint,
+        identity.start_digest,
+        identity.end_digest,
+        identity.generation,
+        identity.device_offset,
+        identity.extent_bytes,
+        geometry.payload_bytes(identity.layer, identity.token_count),
+        payload_checksum,
+        identity.start_position,
+        identity.layer,
+        len(geometry.layers),
+        layer.kv_heads,
+        layer.key_width,
+        layer.value_width,
+        PAGE_TOKENS,
+        DTYPE_CODES[geometry.dtype],
+        identity.token_count,
+        len(directory),
+        len(stored),
+        1,
+        provenance,
+        layer.window or 0,
+        0,
+    )
+    directory_end = HEADER_BYTES + directory.nbytes
+    target[HEADER_BYTES:directory_end] = directory.view(np.uint8)
+    target[directory_end : directory_end + stored.nbytes] = stored.view(np.uint8)
+    struct.pack_into("<Q", target.data, CHECKSUM_AT, checksum(target, 0))
+
+
+def parse_header(block: ByteArray, where: str) -> ExtentHeader:
+    """Check and parse the header at the start of `block` (uint8, at least the header's bytes).
+
+    where: named in messages. Raises BadMagic, VersionMismatch, ChecksumMismatch, FormatError.
+    """
+    if block.size < HEADER_BYTES:
+        raise FormatError(f"{where}: {block.size} bytes are too few for an extent header")
+    (
+        magic, version, size, store_uuid, fingerprint, start_digest, end_digest, generation,
+        device_offset, total_bytes, payload_bytes, payload_checksum, start_position, layer,
+        layers, kv_heads, key_width, value_width, page_tokens, dtype_code, token_count, pages,
+        stored, _head_group, provenance, window, expected,
+    ) = HEADER.unpack_from(block.data)  # fmt: skip
+    if magic != MAGIC:
+        raise BadMagic(f"{where}: no extent header here")
+    if version != FORMAT_VERSION:
+        raise VersionMismatch(f"{where}: the extent", version, FORMAT_VERSION)
+    if not HEADER_BYTES <= size <= block.size:
+        raise FormatError(f"{where}: header of {size} bytes does not fit {block.size} bytes")
+    covered = block[:size].copy()
+    covered[CHECKSUM_AT:HEADER_BYTES] = 0
+    if checksum(covered, 0) != expected:
+        raise ChecksumMismatch(f"{where}: the extent header is damaged")
+    directory_end = HEADER_BYTES + pages * DIRECTORY_ENTRY.itemsize
+    dtypes = {code: name for name, code in DTYPE_CODES.items()}
+    if (
+        page_tokens != PAGE_TOKENS
+        or dtype_code not in dtypes
+        or not 1 <= token_count <= SEGMENT_TOKENS
+        or stored not in (0, token_count)
+        or directory_end + 4 * stored > size
+        or size + payload_bytes > total_bytes
+    ):
+        raise FormatError(f"{where}: the extent header contradicts itself")
+    directory = covered[HEADER_BYTES:directory_end].view(DIRECTORY_ENTRY)
+    ends = directory["offset"].astype(np.int64) + directory["length"]
+    if len(directory) and int(ends.max()) > payload_bytes:
+        raise FormatError(f"{where}: a page lies outside the payload of {payload_bytes} bytes")
+    return ExtentHeader(
+        identity=ExtentIdentity(
+            store_uuid=store_uuid,
+            fingerprint=fingerprint,
+            provenance=provenance.rstrip(b"\0").decode(),
+            start_digest=start_digest,
+            end_digest=end_digest,
+            generation=generation,
+            start_position=start_position,
+            token_count=token_count,
+            layer=layer,
+            device_offset=device_offset,
+            extent_bytes=total_bytes,
+        ),
+        geometry=LayerGeometry(kv_heads, key_width, value_width, window or None),
+        dtype=dtypes[dtype_code],
+        layers=layers,
+        header_bytes=size,
+        payload_bytes=payload_bytes,
+        payload_checksum=payload_checksum,
+        directory=directory,
+        tokens=covered[directory_end : directory_end + 4 * stored].view("<u4") if stored else None,
+    )
+
+
+def require_identity(header: ExtentHeader, expected: ExtentIdentity, where: str) -> None:
+    """Raise ChecksumMismatch, naming what differs, unless the header is the one expected."""
+    if header.identity == expected:
+        return
+    differing = [
+        name
+        for name in ExtentIdentity.__slots__
+        if getattr(header.identity, name) != getattr(expected, name)
+    ]
+    raise ChecksumMismatch(f"{where}: another extent lies here (its {', '.join(differing)} differ)")

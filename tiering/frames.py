@@ -1,0 +1,84 @@
+"""Frames of one memory tier, under one limit in bytes.
+
+Invariants:
+- used_bytes never exceeds limit_bytes; used_bytes_max is the highest value ever reached.
+- A Frame is either free or handed out once.
+- Free Frames are reused last in, first out, so that memory which was never needed is never
+  touched: a pool is reserved address space until its Frames are written.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtier.errors import CapacityError
+from kvtier.io.buffers import aligned_bytes
+from kvtier.tiering.geometry import PAGE_TOKENS, Geometry
+from kvtier.tiering.packing import TORCH_DTYPES
+
+FrameArray = npt.NDArray[np.int64]
+
+
+class FramePool:
+    """Frames of one row width, as the rows of one tensor."""
+
+    def __init__(self, width: int, frame_bytes: int, count: int, dtype: torch.dtype) -> None:
+        self.memory = torch.from_numpy(aligned_bytes(count * frame_bytes)).view(dtype)
+        self.memory = self.memory.view(count, PAGE_TOKENS * width)
+        self._free = np.arange(count - 1, -1, -1, dtype=np.int64)
+        self._free_count = count
+
+    def take(self, count: int) -> FrameArray:
+        assert count <= self._free_count
+        self._free_count -= count
+        return self._free[self._free_count : self._free_count + count][::-1].copy()
+
+    def give(self, frames: FrameArray) -> None:
+        self._free[self._free_count : self._free_count + len(frames)] = frames
+        self._free_count += len(frames)
+
+
+class MemoryTier:
+    """HOT or HOST: a byte limit and the Frame pools that share it (one per row width)."""
+
+    def __init__(self, name: str, limit_bytes: int, geometry: Geometry) -> None:
+        self.name = name
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.used_bytes_max = 0
+        self._geometry = geometry
+        self._pools: dict[int, FramePool] = {}
+
+    @property
+    def free_bytes(self) -> int:
+        return self.limit_bytes - self.used_bytes
+
+    def pool(self, layer: int) -> FramePool:
+        """The pool that Frames of this layer come from, made at its first use."""
+        width = self._geometry.layers[layer].row_width
+        pool = self._pools.get(width)
+        if pool is None:
+            frame_bytes = self._geometry.frame_bytes(layer)
+            count = self.limit_bytes // frame_bytes
+            pool = FramePool(width, frame_bytes, count, TORCH_DTYPES[self._geometry.dtype])
+            self._pools[width] = pool
+        return pool
+
+    def memory(self, layer: int) -> torch.Tensor:
+        """Tensor [frames, 16 * (Dk + Dv)] that this layer's Frames are rows of."""
+        return self.pool(layer).memory
+
+    def take(self, layer: int, count: int) -> FrameArray:
+        """Frames for `count` Pages. Raises CapacityError when they do not fit the limit."""
+        needed = count * self._geometry.frame_bytes(layer)
+        if needed > self.free_bytes:
+            raise CapacityError(self.name, needed, self.free_bytes, self.limit_bytes)
+        self.used_bytes += needed
+        self.used_bytes_max = max(self.used_bytes_max, self.used_bytes)
+        return self.pool(layer).take(count)
+
+    def give(self, layer: int, frames: FrameArray) -> None:
+        """Take Frames back."""
+        self.used_bytes -= len(frames) * self._geometry.frame_bytes(layer)
+        assert self.used_bytes >= 0
+        self.pool(layer).give(frames)

@@ -1,0 +1,110 @@
+"""Opens or makes the files of a store, checks that they belong together, rebuilds the allocator."""
+
+import os
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.errors import ConfigError, DeviceError
+from kvtier.io.allocator import ExtentAllocator
+from kvtier.io.catalog import Catalog, unpack_extents
+from kvtier.io.device import Device
+from kvtier.io.probe import open_device
+from kvtier.io.rawfile import create_region_file
+from kvtier.io.region import Region
+from kvtier.tiering import store_files
+from kvtier.tiering.config import Config
+from kvtier.tiering.store_files import REGION, Settings
+
+REGION_BYTES_DEFAULT = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFiles:
+    """Everything of an open store that must be closed, and the allocator of its region."""
+
+    settings: Settings
+    region: Region
+    catalog: Catalog
+    allocator: ExtentAllocator
+    _stack: ExitStack
+
+    def close(self) -> None:
+        """Close region, catalog and lock, in this order. Calling it twice is allowed."""
+        self._stack.close()
+
+
+def open_files(directory: Path, config: Config) -> OpenFiles:
+    """Lock and open the store in `directory`; make it first if there is none."""
+    with ExitStack() as stack:
+        if not store_files.is_store(directory):
+            store_files.prepare_directory(directory)
+            stack.enter_context(store_files.lock(directory))
+            settings, region = _create(directory, config, stack)
+        else:
+            settings = store_files.read_settings(directory)
+            _check_region(settings, directory, config)
+            stack.enter_context(store_files.lock(directory))
+            region = _open_region(settings, directory, config, stack)
+        catalog = stack.enter_context(store_files.open_catalog(directory, settings))
+        allocator = ExtentAllocator(region.data_start, region.data_end)
+        extents = [extent for row in catalog.segments() for extent in unpack_extents(row.extents)]
+        allocator.occupy([each.offset for each in extents], [each.length for each in extents])
+        return OpenFiles(settings, region, catalog, allocator, stack.pop_all())
+
+
+def _device(path: str, config: Config, stack: ExitStack) -> Device:
+    device = open_device(path, engine=config.engine, direct=config.direct_io)
+    stack.callback(device.close)
+    return device
+
+
+def _create(directory: Path, config: Config, stack: ExitStack) -> tuple[Settings, Region]:
+    store_uuid = str(uuid.uuid4())
+    if config.region_path is None:
+        path = os.fspath(directory / REGION)
+        size = REGION_BYTES_DEFAULT if config.region_bytes is None else config.region_bytes
+        create_region_file(path, size)
+        named = REGION
+    else:
+        path = named = os.path.abspath(config.region_path)
+        if not os.path.exists(path):
+            raise ConfigError(
+                f"region {path} does not exist: name a block device or an existing file, or a "
+                "size such as '4GiB' for a file inside the store"
+            )
+    region = Region.create(_device(path, config, stack), store_uuid, force=config.force)
+    Catalog.create(directory / store_files.CATALOG, store_uuid).close()
+    settings = Settings(store_uuid, named, region.superblock.region_bytes)
+    store_files.write_settings(directory, settings)
+    return settings, region
+
+
+def _check_region(settings: Settings, directory: Path, config: Config) -> None:
+    """Raise ConfigError when the caller asks for another region than the store has."""
+    path = settings.region_file(directory)
+    wanted = config.region_path
+    if wanted is not None and os.path.realpath(wanted) != os.path.realpath(path):
+        raise ConfigError(
+            f"this store's region is {path}, not {wanted}: leave region out, or name another "
+            "directory to make a store on it"
+        )
+    if config.region_bytes is not None and config.region_bytes != settings.region_bytes:
+        raise ConfigError(
+            f"this store's region has {settings.region_bytes} bytes, {config.region_bytes} were "
+            "asked for: leave region out, or make another store"
+        )
+
+
+def _open_region(settings: Settings, directory: Path, config: Config, stack: ExitStack) -> Region:
+    path = settings.region_file(directory)
+    if not os.path.exists(path):
+        raise DeviceError(f"the region {path} of this store does not exist")
+    device = _device(path, config, stack)
+    if device.capacity_bytes < settings.region_bytes:
+        raise ConfigError(
+            f"{path} has {device.capacity_bytes} bytes, but the store was made with "
+            f"{settings.region_bytes} bytes: it was truncated. Restore it, or make a new store"
+        )
+    return Region.open(device, settings.store_uuid)

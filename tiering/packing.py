@@ -1,0 +1,102 @@
+"""Pages as bytes: how the tokens of a Segment's layer become the payload of an Extent, and back.
+
+A payload holds the Pages of kv head 0, then those of head 1, and so on. A Page is packed: all
+its K rows, then all its V rows, with no padding. In a Frame the V rows begin after room for 16
+K rows, whatever the Page holds. Placement decides the order of tokens.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from kvtier.tiering.geometry import PAGE_TOKENS, LayerGeometry
+from kvtier.tiering.page_layout import Order, PageLayout
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+class Placement(ABC):
+    """Policy: in which order a Segment's tokens lie in their Pages. Pure."""
+
+    @abstractmethod
+    def order(self, keys: torch.Tensor) -> Order | None:
+        """keys [kv_heads, tokens, key_width] -> permutation per head; None: as they came."""
+
+
+class PositionOrder(Placement):
+    """Tokens lie in the order of their positions."""
+
+    def order(self, keys: torch.Tensor) -> Order | None:
+        return None
+
+
+def pack(
+    keys: torch.Tensor, values: torch.Tensor, order: Order | None, target: torch.Tensor
+) -> None:
+    """Lay keys [heads, tokens, Dk] and values [heads, tokens, Dv] out as a payload.
+
+    target: one-dimensional, of their dtype, heads * tokens * (Dk + Dv) elements.
+    """
+    if order is not None:
+        index = torch.from_numpy(order)[:, :, None]
+        keys = keys.gather(1, index.expand(-1, -1, keys.shape[2]))
+        values = values.gather(1, index.expand(-1, -1, values.shape[2]))
+    heads, tokens, key_width = keys.shape
+    value_width = values.shape[2]
+    by_head = target.view(heads, tokens * (key_width + value_width))
+    whole = tokens // PAGE_TOKENS
+    cut = whole * PAGE_TOKENS
+    page_width = PAGE_TOKENS * (key_width + value_width)
+    split = PAGE_TOKENS * key_width
+    if whole:
+        # Views of the target: rows of a head are not adjacent to those of the next one.
+        pages = by_head[:, : whole * page_width].view(heads, whole, page_width)
+        pages[:, :, :split] = keys[:, :cut].reshape(heads, whole, split)
+        pages[:, :, split:] = values[:, :cut].reshape(heads, whole, page_width - split)
+    rest = tokens - cut
+    if rest:
+        last = by_head[:, whole * page_width :]
+        last[:, : rest * key_width] = keys[:, cut:].reshape(heads, -1)
+        last[:, rest * key_width :] = values[:, cut:].reshape(heads, -1)
+
+
+def scatter(
+    payload: torch.Tensor, layout: PageLayout, pool: torch.Tensor, frames: torch.Tensor
+) -> None:
+    """Copy a payload's Pages into Frames.
+
+    payload: one-dimensional. pool [frames, 16 * (Dk + Dv)]. frames: int64 [heads, pages].
+    """
+    layer, tokens = layout.layer, layout.tokens
+    heads = layer.kv_heads
+    by_head = payload.view(heads, tokens * layer.row_width)
+    whole = tokens // PAGE_TOKENS
+    page_width = PAGE_TOKENS * layer.row_width
+    if whole:
+        for head in range(heads):
+            rows = by_head[head, : whole * page_width].view(whole, page_width)
+            pool.index_copy_(0, frames[head, :whole], rows)
+    rest = tokens - whole * PAGE_TOKENS
+    if rest:
+        last = by_head[:, whole * page_width :]
+        split = PAGE_TOKENS * layer.key_width
+        rows = pool.new_zeros(heads, page_width)
+        rows[:, : rest * layer.key_width] = last[:, : rest * layer.key_width]
+        rows[:, split : split + rest * layer.value_width] = last[:, rest * layer.key_width :]
+        pool.index_copy_(0, frames[:, whole], rows)
+
+
+def gather(
+    pool: torch.Tensor, frames: torch.Tensor, layer: LayerGeometry, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [heads, tokens, Dk] and values [heads, tokens, Dv] of Frames, as they lie in them."""
+    heads, pages = frames.shape
+    split = PAGE_TOKENS * layer.key_width
+    rows = pool.index_select(0, frames.reshape(-1)).view(heads, pages, -1)
+    keys = rows[:, :, :split].reshape(heads, pages * PAGE_TOKENS, layer.key_width)
+    values = rows[:, :, split:].reshape(heads, pages * PAGE_TOKENS, layer.value_width)
+    return keys[:, :tokens], values[:, :tokens]

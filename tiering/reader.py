@@ -1,0 +1,160 @@
+"""The read path: attention over a Sequence's Pages, wherever they are.
+
+A context larger than HOT streams through it in groups of Pages; partial results are merged by
+their log-sum-exp, which is exact and needs bounded memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvtier.errors import ConfigError
+from kvtier.kernels.paged_attention import (
+    Partial,
+    Workspace,
+    dense_causal_attention,
+    merge,
+    paged_attention,
+)
+from kvtier.tiering.extent_io import Unit
+from kvtier.tiering.geometry import PAGE_TOKENS, Geometry
+from kvtier.tiering.page_table import Columns, Int64Array
+from kvtier.tiering.residency import NO_FRAME, Residency
+from kvtier.tiering.sequence import Sequence
+from kvtier.tiering.transfer import Mover
+
+GROUP_PAGES = 128
+"""Columns attended to at a time: 2,048 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What is asked of one layer.
+
+    vectors [q_heads, n, key_width]: the queries of the last n tokens. keys, values: those same
+    tokens' own, if the caller still has them, so that a new chunk is not read back.
+    """
+
+    layer: int
+    vectors: torch.Tensor
+    scale: float
+    softcap: float | None = None
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+
+class Reader:
+    """Attends. Callers hold the store's lock."""
+
+    def __init__(self, geometry: Geometry, residency: Residency, mover: Mover) -> None:
+        self.geometry = geometry
+        self.residency = residency
+        self.mover = mover
+        self._workspace = Workspace()
+
+    def attend(self, sequence: Sequence, query: Query) -> torch.Tensor:
+        """Exact causal attention of the last n tokens: [q_heads, n, value_width], the query's
+        dtype. Raises ConfigError, FormatError, DeviceError, CapacityError."""
+        shape = self.geometry.layers[query.layer]
+        if not shape.value_width:
+            raise NotImplementedError(
+                f"layer {query.layer} keeps latents (value width 0): kvtier stores them, "
+                "attention over them is not built"
+            )
+        count = query.vectors.shape[1]
+        length = sequence.length(query.layer)
+        if count > length:
+            raise ConfigError(
+                f"queries of the last {count} tokens, but layer {query.layer} holds {length}: "
+                "append keys and values first"
+            )
+        parts: list[Partial] = []
+        past = length
+        if query.keys is not None and query.values is not None:
+            past = length - count
+            parts.append(
+                dense_causal_attention(
+                    query.vectors,
+                    query.keys,
+                    query.values,
+                    scale=query.scale,
+                    workspace=self._workspace,
+                    window=shape.window,
+                    softcap=query.softcap,
+                )
+            )
+        parts.extend(self._past(sequence, query, past))
+        return merge(parts).out.to(query.vectors.dtype)
+
+    def _past(self, sequence: Sequence, query: Query, past: int) -> Iterator[Partial]:
+        """Attention over positions before `past`, group by group."""
+        layer = query.layer
+        shape = self.geometry.layers[layer]
+        length, count = sequence.length(layer), query.vectors.shape[1]
+        first = 0 if shape.window is None else max(0, length - count - shape.window + 1)
+        columns = sequence.table.columns(layer, sequence.views, sequence.tail)
+        columns = columns.between(layer, first, past)
+        at = 0
+        while at < len(columns):
+            group = columns.part(slice(at, at + GROUP_PAGES))
+            owners = list(dict.fromkeys(group.owner.tolist()))
+            units = [Unit(columns.segments[owner], layer) for owner in owners]
+            loaded = self.mover.load(units)
+            assert loaded, "HOT always has room for one unit"
+            if loaded < len(units):
+                group = group.part(np.isin(group.owner, owners[:loaded]))
+            yield self._attend_group(query, group, (length, count), (first, past))
+            at += len(group)
+
+    def _attend_group(
+        self, query: Query, group: Columns, stream: tuple[int, int], bounds: tuple[int, int]
+    ) -> Partial:
+        """stream: tokens of the layer, and how many of the last ones ask. bounds: [first, past)."""
+        layer = query.layer
+        shape = self.geometry.layers[layer]
+        hot = self.residency.hot
+        slots = np.array([each.slot for each in group.segments])[group.owner]
+        frames = hot.frames[layer][slots, :, group.page]
+        assert (frames != NO_FRAME).all()
+        positions = group.positions(layer, shape.kv_heads, *bounds)
+        valid = visible = None
+        if positions is not None:
+            shown = np.broadcast_to(positions >= 0, (shape.kv_heads, *positions.shape[1:]))
+            valid = torch.from_numpy(np.ascontiguousarray(shown))
+        length, count = stream
+        asking = np.arange(length - count, length)
+        if positions is None:
+            all_positions = (group.start[:, None] + np.arange(PAGE_TOKENS))[None]
+        else:
+            all_positions = positions
+        if self._differs_by_query(all_positions, asking, shape.window):
+            seen = all_positions[None] <= asking[:, None, None, None]
+            if shape.window is not None:
+                seen &= all_positions[None] > asking[:, None, None, None] - shape.window
+            visible = torch.from_numpy(seen)
+        return paged_attention(
+            query.vectors,
+            hot.tier.memory(layer),
+            torch.from_numpy(np.ascontiguousarray(frames.T, np.int64)),
+            (shape.key_width, shape.value_width),
+            valid,
+            scale=query.scale,
+            workspace=self._workspace,
+            softcap=query.softcap,
+            visible=visible,
+        )
+
+    @staticmethod
+    def _differs_by_query(positions: Int64Array, asking: Int64Array, window: int | None) -> bool:
+        """Whether some query does not see a position that another one sees."""
+        if len(asking) == 1:
+            return False
+        if int(positions.max(initial=0)) > int(asking[0]):
+            return True
+        return (
+            window is not None
+            and int(positions.min(where=positions >= 0, initial=np.iinfo(np.int64).max))
+            <= int(asking[-1]) - window
+        )

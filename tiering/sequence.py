@@ -1,0 +1,84 @@
+"""One growing stream of tokens: the Segments it is made of, and its Tail.
+
+Invariants:
+- views are frozen Segments, or their beginnings, that follow each other without a gap; the Tail
+  follows them. A Segment of the Tail belongs to this Sequence alone.
+- Every Segment of the Tail but the last is full in each layer that has begun the next one.
+- tokens are the ids that the caller has named so far, from position 0 on.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import ClosedError, ConfigError
+from kvtier.tiering.chain import Tokens, as_tokens
+from kvtier.tiering.fingerprint import EXACT, Provenance
+from kvtier.tiering.page_table import PageTable
+from kvtier.tiering.segment import Segment, SegmentView
+
+
+class Sequence:
+    """Handle of one Sequence of a store. Made by Store.sequence, Store.resume and Store.fork."""
+
+    def __init__(self, layers: int, provenance: Provenance = EXACT) -> None:
+        self.layers = layers
+        self.provenance = provenance
+        self.views: list[SegmentView] = []
+        self.tail: list[Segment] = []
+        self.table = PageTable()
+        self.tokens: Tokens = np.zeros(0, np.uint32)
+        self.reserved_bytes = 0
+        """HOT bytes that the pass in progress will still need for this Tail."""
+        self.pass_goes_straight = False
+        """HOT has no room for this pass: it is sealed at its end, from the model's tensors."""
+        self.closed = False
+
+    @property
+    def sealed_tokens(self) -> int:
+        """Tokens before the Tail."""
+        return self.views[-1].end if self.views else 0
+
+    def length(self, layer: int = 0) -> int:
+        """Tokens whose KV this layer holds."""
+        return self.sealed_tokens + sum(each.filled[layer] for each in self.tail)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """int64 [layers]: tokens of each layer. They differ while a pass is under way."""
+        counts = np.array([each.filled for each in self.tail], np.int64).reshape(-1, self.layers)
+        lengths: npt.NDArray[np.int64] = counts.sum(axis=0) + self.sealed_tokens
+        return lengths
+
+    @property
+    def between_passes(self) -> bool:
+        """Every layer holds the same tokens."""
+        lengths = self.lengths
+        return bool((lengths == lengths[0]).all())
+
+    def require_open(self) -> None:
+        if self.closed:
+            raise ClosedError("this Sequence was closed")
+
+    def growing(self, layer: int) -> Segment | None:
+        """The Segment of the Tail that this layer appends to; None: a new one is due."""
+        for segment in self.tail:
+            if segment.filled[layer] < segment.token_count:
+                return segment
+        return None
+
+    def declare(self, tokens: object) -> None:
+        """Name token ids from position 0 on, before or after their KV arrives.
+
+        Raises ConfigError when they contradict ids that were named before.
+        """
+        named = as_tokens(tokens)
+        known = min(len(named), len(self.tokens))
+        differing = np.flatnonzero(named[:known] != self.tokens[:known])
+        if len(differing):
+            at = int(differing[0])
+            raise ConfigError(
+                f"tokens differ from those of this sequence, first at position {at}: "
+                f"{int(named[at])} given, {int(self.tokens[at])} held"
+            )
+        if len(named) > len(self.tokens):
+            self.tokens = named

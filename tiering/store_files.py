@@ -1,0 +1,134 @@
+"""A store as files: a directory with settings, catalog and lock, and the region beside them.
+
+Invariants:
+- Settings are written last when a store is made: a directory without them is no store, and what
+  an interrupted creation left behind is told apart from data of others.
+- The region's UUID, the catalog's and the settings' are one.
+"""
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvtier.errors import ConfigError, DeviceError, FormatError, VersionMismatch, WrongStoreError
+from kvtier.io.catalog import Catalog
+from kvtier.io.lock import StoreLock
+
+SETTINGS = "store.yaml"
+CATALOG = "catalog.sqlite"
+LOCK = "lock"
+REGION = "region.kv"
+LAYOUT_VERSION = 1
+OWN_FILES = {CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm", LOCK, REGION, f"{SETTINGS}.new"}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a store must know to find its region. region_path: relative to the directory, or
+    absolute for a device."""
+
+    store_uuid: str
+    region_path: str
+    region_bytes: int
+
+    def region_file(self, directory: Path) -> str:
+        return os.fspath(directory / self.region_path)
+
+
+def is_store(directory: Path) -> bool:
+    return (directory / SETTINGS).is_file()
+
+
+def read_settings(directory: Path) -> Settings:
+    """Raises ConfigError (no store here), FormatError, VersionMismatch."""
+    path = directory / SETTINGS
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{directory} is not a kvtier store: it has no {SETTINGS}") from error
+    except OSError as error:
+        raise DeviceError(f"{path}: {error.strerror}", error.errno or 0) from error
+    try:
+        data: Any = yaml.safe_load(text)
+        version = int(data["layout_version"])
+        if version != LAYOUT_VERSION:
+            raise VersionMismatch(f"{path}: the store", version, LAYOUT_VERSION)
+        return Settings(
+            str(uuid.UUID(data["store_uuid"])),
+            str(data["region"]["path"]),
+            int(data["region"]["bytes"]),
+        )
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path} is damaged: {error}") from error
+
+
+def write_settings(directory: Path, settings: Settings) -> None:
+    """Write the settings so that a crash leaves none or all of them."""
+    text = yaml.safe_dump(
+        {
+            "layout_version": LAYOUT_VERSION,
+            "store_uuid": settings.store_uuid,
+            "region": {"path": settings.region_path, "bytes": settings.region_bytes},
+        },
+        sort_keys=False,
+    )
+    new = directory / f"{SETTINGS}.new"
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.rename(directory / SETTINGS)
+    directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory_fd)
+    finally:
+        os.close(directory_fd)
+
+
+def prepare_directory(directory: Path) -> None:
+    """Make the directory of a new store, mode 0700, or clear what a cut creation left in it.
+
+    Raises ConfigError when other files lie there.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise ConfigError(f"{directory} is a file: a store is a directory") from error
+    except OSError as error:
+        raise DeviceError(f"{directory}: {error.strerror}", error.errno or 0) from error
+    found = {each.name for each in directory.iterdir()}
+    if found - OWN_FILES:
+        raise ConfigError(
+            f"{directory} is not a kvtier store and not empty "
+            f"(found {sorted(found - OWN_FILES)[0]!r}): name an empty or new directory"
+        )
+    for name in found - {LOCK}:
+        (directory / name).unlink()
+
+
+def lock(directory: Path) -> StoreLock:
+    """Hold the store for writing. Raises LockedError, naming the holder."""
+    return StoreLock.acquire(directory / LOCK)
+
+
+@contextmanager
+def open_catalog(
+    directory: Path, settings: Settings, *, read_only: bool = False
+) -> Iterator[Catalog]:
+    """The catalog, once it is known to be this store's; closed when the block raises or ends."""
+    catalog = Catalog.open(directory / CATALOG, read_only=read_only)
+    try:
+        if catalog.store_uuid != settings.store_uuid:
+            raise WrongStoreError(
+                settings.store_uuid, catalog.store_uuid, os.fspath(directory / CATALOG)
+            )
+        yield catalog
+    finally:
+        catalog.close()

@@ -1,0 +1,217 @@
+"""Moves Pages between tiers: the one place that applies what the eviction policy plans.
+
+Invariants:
+- A unit (layer, slot) leaves HOT only when a valid copy is on NVME.
+- Room is made before bytes are read; a unit is in HOT whole or not at all.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+
+from kvtier.errors import CapacityError
+from kvtier.tiering.eviction import Usage, plan_eviction
+from kvtier.tiering.extent_io import ExtentIO, Unit, UnitWrite, batches
+from kvtier.tiering.geometry import PAGE_TOKENS, Geometry, pages_of
+from kvtier.tiering.packing import gather, pack, scatter
+from kvtier.tiering.page_layout import PageLayout
+from kvtier.tiering.residency import NO_FRAME, Residency, TierMap
+from kvtier.tiering.segment import Segment
+
+
+class Mover:
+    """Applies movements between HOT, HOST and NVME. Callers hold the store's lock."""
+
+    def __init__(self, geometry: Geometry, residency: Residency, extents: ExtentIO) -> None:
+        self.geometry = geometry
+        self.residency = residency
+        self.extents = extents
+        self.pages_evicted = 0
+        self._frame_bytes = np.array(
+            [geometry.frame_bytes(layer) for layer in range(len(geometry.layers))], np.int64
+        )
+
+    def unit_frames_bytes(self, unit: Unit) -> int:
+        """Bytes of the Frames that a whole unit needs."""
+        heads = self.geometry.layers[unit.layer].kv_heads
+        return heads * pages_of(unit.segment.token_count) * int(self._frame_bytes[unit.layer])
+
+    # ---- making room ------------------------------------------------------------------------
+
+    def make_room(self, needed_bytes: int, *, idle_only: bool = False) -> bool:
+        """Evict clean Pages until HOT has needed_bytes free. False: there is not that much."""
+        return self._free_up(self.residency.hot, needed_bytes, idle_only=idle_only)
+
+    def _free_up(self, tier: TierMap, needed_bytes: int, *, idle_only: bool) -> bool:
+        missing = needed_bytes - tier.tier.free_bytes
+        if missing <= 0:
+            return True
+        if needed_bytes > tier.tier.limit_bytes:
+            return False
+        victims = plan_eviction(self._usage(tier), missing, idle_only=idle_only)
+        if victims.freed_bytes < missing:
+            return False
+        for layer, slot in zip(victims.layers.tolist(), victims.slots.tolist(), strict=True):
+            if tier is self.residency.hot:
+                self._keep_in_host(layer, slot)
+                self.pages_evicted += int(tier.pages[layer, slot])
+            tier.drop(layer, slot)
+        return True
+
+    def _usage(self, tier: TierMap) -> Usage:
+        residency = self.residency
+        evictable = (tier.pages > 0) & (residency.leases == 0) & residency.on_nvme
+        layers, slots = np.nonzero(evictable)
+        return Usage(
+            layers,
+            slots,
+            tier.pages[layers, slots] * self._frame_bytes[layers],
+            tier.used_at[layers, slots],
+            residency.last_pass_began,
+        )
+
+    def _keep_in_host(self, layer: int, slot: int) -> None:
+        """Copy a unit that leaves HOT to HOST, where HOST can have room for it."""
+        hot, host = self.residency.hot, self.residency.host
+        needed = int(hot.pages[layer, slot]) * int(self._frame_bytes[layer])
+        if host.pages[layer, slot] or not self._free_up(host, needed, idle_only=False):
+            return
+        host.used_at[layer, slot] = hot.used_at[layer, slot]
+        self._copy(layer, slot, hot, host)
+
+    @staticmethod
+    def _copy(layer: int, slot: int, source: TierMap, target: TierMap) -> None:
+        held = source.frames[layer][slot]
+        heads = held.shape[0]
+        pages = int(source.pages[layer, slot]) // heads
+        frames = target.tier.take(layer, heads * pages).reshape(heads, pages)
+        rows = torch.from_numpy(held[:, :pages].reshape(-1).astype(np.int64))
+        target.tier.memory(layer).index_copy_(
+            0,
+            torch.from_numpy(frames.reshape(-1)),
+            source.tier.memory(layer).index_select(0, rows),
+        )
+        target.put(layer, slot, 0, frames)
+
+    # ---- into HOT ---------------------------------------------------------------------------
+
+    def load(self, units: Sequence[Unit], *, idle_only: bool = False) -> int:
+        """Bring whole units into HOT, in order; returns how many are there when it ends.
+
+        Stops early where HOT has no room (with idle_only: none that is free or idle). Raises
+        FormatError or DeviceError for bytes that cannot be had, after marking their Segments.
+        """
+        sizes = [
+            extent.length if (extent := unit.segment.extents[unit.layer]) else 0 for unit in units
+        ]
+        done = 0
+        for part in batches(sizes):
+            loaded = self._load_batch(units[part], idle_only=idle_only)
+            done += loaded
+            if loaded < part.stop - part.start:
+                break
+        return done
+
+    def _load_batch(self, units: Sequence[Unit], *, idle_only: bool) -> int:
+        hot, host = self.residency.hot, self.residency.host
+        count = needed = 0
+        absent: list[Unit] = []
+        layers = np.array([unit.layer for unit in units])
+        slots = np.array([unit.segment.slot for unit in units])
+        with ExitStack() as leases:
+            for at, unit in enumerate(units):
+                slot = unit.segment.slot
+                if not hot.pages[unit.layer, slot]:
+                    size = self.unit_frames_bytes(unit)
+                    if not self.make_room(needed + size, idle_only=idle_only):
+                        break
+                    if host.pages[unit.layer, slot]:
+                        self._copy(unit.layer, slot, host, hot)
+                    else:
+                        absent.append(unit)
+                        needed += size
+                # Making room for a later unit must not evict an earlier one.
+                leases.enter_context(self.residency.lease(layers[at : at + 1], slots[at : at + 1]))
+                count += 1
+            if absent:
+                with self.extents.read(absent) as payloads:
+                    for unit, payload in zip(absent, payloads, strict=True):
+                        self._place(unit, payload, unit.segment.token_count)
+        self.residency.touch(layers[:count], slots[:count])
+        return count
+
+    def _place(self, unit: Unit, payload: torch.Tensor, tokens: int) -> None:
+        """Copy a payload into new Frames."""
+        hot = self.residency.hot
+        shape = self.geometry.layers[unit.layer]
+        layout = PageLayout(shape, tokens, self.geometry.item_bytes)
+        frames = hot.tier.take(unit.layer, shape.kv_heads * layout.pages)
+        frames = frames.reshape(shape.kv_heads, layout.pages)
+        scatter(payload, layout, hot.tier.memory(unit.layer), torch.from_numpy(frames))
+        hot.put(unit.layer, unit.segment.slot, 0, frames)
+
+    def keep(self, write: UnitWrite) -> None:
+        """Have a unit that was just written in HOT as well, where that costs only idle Pages."""
+        unit = write.unit
+        if not self.make_room(self.unit_frames_bytes(unit), idle_only=True):
+            return
+        self._place_tensors(write)
+        self.residency.touch(np.array([unit.layer]), np.array([unit.segment.slot]))
+
+    def reorder(self, write: UnitWrite) -> None:
+        """Bring the Frames of a unit that was written from a Tail into the order it was written
+        in, so that a Page is the same Page in every tier."""
+        if write.unit.segment.orders[write.unit.layer] is not None:
+            self.residency.hot.drop(write.unit.layer, write.unit.segment.slot)
+            self._place_tensors(write)
+
+    def _place_tensors(self, write: UnitWrite) -> None:
+        packed = write.keys.new_empty(write.keys.numel() + write.values.numel())
+        order = write.unit.segment.orders[write.unit.layer]
+        pack(write.keys, write.values, order, packed)
+        self._place(write.unit, packed, write.tokens)
+
+    # ---- Frames of a Tail -------------------------------------------------------------------
+
+    def append(
+        self, segment: Segment, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Write tokens [heads, n, Dk] and [heads, n, Dv] behind those a growing unit has.
+
+        Raises CapacityError when HOT cannot make room.
+        """
+        hot = self.residency.hot
+        shape = self.geometry.layers[layer]
+        first = segment.filled[layer]
+        last = first + keys.shape[1]
+        have = int(hot.pages[layer, segment.slot]) // shape.kv_heads
+        missing = pages_of(last) - have
+        if missing > 0:
+            needed = missing * shape.kv_heads * int(self._frame_bytes[layer])
+            if not self.make_room(needed):
+                tier = hot.tier
+                raise CapacityError(tier.name, needed, tier.free_bytes, tier.limit_bytes)
+            frames = hot.tier.take(layer, shape.kv_heads * missing)
+            hot.put(layer, segment.slot, have, frames.reshape(shape.kv_heads, missing))
+        memory = hot.tier.memory(layer)
+        split = PAGE_TOKENS * shape.key_width
+        rows = memory.shape[0]
+        key_rows = memory[:, :split].view(rows, PAGE_TOKENS, shape.key_width)
+        value_rows = memory[:, split:].view(rows, PAGE_TOKENS, shape.value_width)
+        places = np.arange(first, last)
+        frames = hot.frames[layer][segment.slot][:, places // PAGE_TOKENS].astype(np.int64)
+        index = torch.from_numpy(frames), torch.from_numpy(places % PAGE_TOKENS)
+        key_rows[index] = keys
+        value_rows[index] = values
+        segment.filled[layer] = last
+
+    def tensors(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that a growing unit has in HOT, in the order of positions."""
+        hot = self.residency.hot
+        tokens = unit.segment.filled[unit.layer]
+        frames = hot.frames[unit.layer][unit.segment.slot, :, : pages_of(tokens)]
+        assert (frames != NO_FRAME).all()
+        index = torch.from_numpy(frames.astype(np.int64))
+        return gather(hot.tier.memory(unit.layer), index, self.geometry.layers[unit.layer], tokens)

@@ -1,0 +1,307 @@
+"""The write path: tokens into the Tail's Frames, complete layers of Segments onto the device.
+
+Invariants:
+- A Tail's Pages are the only dirty Pages. Together with what passes in progress will still need,
+  they leave room in HOT for one whole unit, so that reading can always go on.
+- Room for a whole pass is secured when the pass begins, in its first layer, because only between
+  passes can a Tail be sealed to make room.
+"""
+
+import numpy as np
+import torch
+
+from kvtier.errors import ConfigError
+from kvtier.tiering.extent_io import ExtentIO, Unit, UnitWrite
+from kvtier.tiering.geometry import SEGMENT_TOKENS, Geometry, pages_of
+from kvtier.tiering.packing import TORCH_DTYPES
+from kvtier.tiering.residency import Residency
+from kvtier.tiering.segment import Segment, SegmentView
+from kvtier.tiering.sequence import Sequence
+from kvtier.tiering.transfer import Mover
+
+FORK_COPY_TOKENS_MAX = 64
+"""A fork copies Tails shorter than this; a longer Tail is frozen and shared, which costs the
+original a short Segment."""
+
+
+def hot_bytes_min(geometry: Geometry) -> int:
+    """Least HOT limit: one whole unit to read through, and a Page of a Tail in every layer."""
+    layers = range(len(geometry.layers))
+    heads = [geometry.layers[layer].kv_heads for layer in layers]
+    frames = [heads[layer] * geometry.frame_bytes(layer) for layer in layers]
+    return unit_bytes_max(geometry) + sum(frames)
+
+
+def unit_bytes_max(geometry: Geometry) -> int:
+    """Bytes of the Frames of the largest whole unit."""
+    return max(
+        layer.kv_heads * pages_of(SEGMENT_TOKENS) * geometry.frame_bytes(index)
+        for index, layer in enumerate(geometry.layers)
+    )
+
+
+class Writer:
+    """Appends to Tails and seals them. Callers hold the store's lock."""
+
+    def __init__(
+        self, geometry: Geometry, residency: Residency, mover: Mover, extents: ExtentIO
+    ) -> None:
+        self.geometry = geometry
+        self.residency = residency
+        self.mover = mover
+        self.extents = extents
+        self.growing: set[Sequence] = set()
+        """Sequences that may have a Tail."""
+
+    # ---- append -----------------------------------------------------------------------------
+
+    def append(
+        self, sequence: Sequence, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> bool:
+        """Add tokens to one layer; True when that completed a Segment in all layers.
+
+        keys [kv_heads, n, key_width], values [kv_heads, n, value_width], of the store's dtype.
+        Raises ConfigError, CapacityError (HOT or region full), DeviceError.
+        """
+        self._check(layer, keys, values)
+        count = keys.shape[1]
+        if sequence.between_passes:
+            self.residency.begin_pass()
+            self._secure_room(sequence, count)
+        self.growing.add(sequence)
+        whole: list[UnitWrite] = []
+        done = 0
+        while done < count:
+            segment = sequence.growing(layer) or self._begin_segment(sequence, count - done)
+            take = min(count - done, segment.token_count - segment.filled[layer])
+            part = slice(done, done + take)
+            if take == segment.token_count:
+                whole.append(UnitWrite(Unit(segment, layer), keys[:, part], values[:, part]))
+                segment.filled[layer] = take
+            else:
+                self._append_to_frames(sequence, segment, layer, keys[:, part], values[:, part])
+            done += take
+        if whole:
+            self._write_whole(whole)
+        return self._collect(sequence)
+
+    def _check(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if not 0 <= layer < len(self.geometry.layers):
+            raise ConfigError(f"layer {layer} of a model of {len(self.geometry.layers)} layers")
+        shape = self.geometry.layers[layer]
+        dtype = TORCH_DTYPES[self.geometry.dtype]
+        for name, given, width in (
+            ("keys", keys, shape.key_width),
+            ("values", values, shape.value_width),
+        ):
+            expected = (shape.kv_heads, keys.shape[1] if keys.ndim == 3 else -1, width)
+            if tuple(given.shape) != expected or given.dtype != dtype:
+                raise ConfigError(
+                    f"{name} of layer {layer} must be [{shape.kv_heads}, tokens, {width}] "
+                    f"{self.geometry.dtype}: got {list(given.shape)} {given.dtype}"
+                )
+
+    def _begin_segment(self, sequence: Sequence, to_come: int) -> Segment:
+        """A new Segment of the Tail. to_come: tokens of this pass that are not placed yet."""
+        if sequence.tail:
+            last = sequence.tail[-1]
+            parent: SegmentView | None = SegmentView(last, last.token_count)
+        else:
+            parent = sequence.views[-1] if sequence.views else None
+        room = min(to_come, SEGMENT_TOKENS) if sequence.pass_goes_straight else SEGMENT_TOKENS
+        segment = Segment(
+            start=parent.end if parent else 0,
+            layers=len(self.geometry.layers),
+            provenance=sequence.provenance,
+            parent=parent,
+            token_count=room,
+            slot=self.residency.take_slot(),
+            references=1,
+        )
+        sequence.tail.append(segment)
+        return segment
+
+    def _append_to_frames(
+        self,
+        sequence: Sequence,
+        segment: Segment,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        pages = int(self.residency.hot.pages[layer, segment.slot])
+        self.mover.append(segment, layer, keys, values)
+        taken = int(self.residency.hot.pages[layer, segment.slot]) - pages
+        sequence.reserved_bytes = max(
+            0, sequence.reserved_bytes - taken * self.geometry.frame_bytes(layer)
+        )
+        self.residency.touch(np.array([layer]), np.array([segment.slot]))
+        if segment.filled[layer] == segment.token_count:
+            self._write_from_frames(segment, layer)
+
+    def _write_whole(self, writes: list[UnitWrite]) -> None:
+        """Complete units straight from the model's tensors: no Frame is needed to store them."""
+        try:
+            self.extents.write(writes)
+        except BaseException:
+            for each in writes:
+                each.unit.segment.filled[each.unit.layer] = 0
+            raise
+        for each in writes:
+            self.residency.on_nvme[each.unit.layer, each.unit.segment.slot] = True
+            self.mover.keep(each)
+
+    def _write_from_frames(self, segment: Segment, layer: int) -> None:
+        unit = Unit(segment, layer)
+        keys, values = self.mover.tensors(unit)
+        write = UnitWrite(unit, keys, values)
+        self.extents.write([write])
+        self.residency.on_nvme[layer, segment.slot] = True
+        self.mover.reorder(write)
+
+    def _collect(self, sequence: Sequence) -> bool:
+        """Move Segments that are complete in all layers from the Tail to the views."""
+        moved = False
+        while sequence.tail and min(sequence.tail[0].filled) == sequence.tail[0].token_count:
+            segment = sequence.tail.pop(0)
+            segment.freeze()
+            sequence.views.append(SegmentView(segment, segment.token_count))
+            moved = True
+        return moved
+
+    # ---- room -------------------------------------------------------------------------------
+
+    def _secure_room(self, sequence: Sequence, count: int) -> None:
+        """Make sure that a pass of `count` tokens will find Frames for its Tail, or needs none."""
+        sequence.reserved_bytes = 0
+        sequence.pass_goes_straight = False
+        room = self.residency.hot.tier.limit_bytes - unit_bytes_max(self.geometry)
+        needed = self._pass_bytes(sequence, count)
+        for each in self._sealable() if self._dirty_bytes() + needed > room else ():
+            self.seal(each)
+            needed = self._pass_bytes(sequence, count)
+            if self._dirty_bytes() + needed <= room:
+                break
+        if self._dirty_bytes() + needed <= room:
+            sequence.reserved_bytes = needed
+        else:
+            assert not sequence.tail
+            sequence.pass_goes_straight = True
+
+    def _pass_bytes(self, sequence: Sequence, count: int) -> int:
+        """Bytes of the Frames that `count` more tokens take in all layers, at most."""
+        filled = sequence.length() - sequence.sealed_tokens
+        total = filled + count
+        if total < SEGMENT_TOKENS:
+            new = pages_of(total) - pages_of(filled)
+        else:
+            # A Segment that was begun is completed in Frames; whole ones bypass them.
+            completed = pages_of(SEGMENT_TOKENS) - pages_of(filled) if filled else 0
+            new = completed + pages_of(total % SEGMENT_TOKENS)
+        return new * sum(
+            layer.kv_heads * self.geometry.frame_bytes(index)
+            for index, layer in enumerate(self.geometry.layers)
+        )
+
+    def _dirty_bytes(self) -> int:
+        """Bytes of Frames that hold the only copy of their Pages, and of those promised."""
+        hot = self.residency.hot
+        dirty = np.where(self.residency.on_nvme, 0, hot.pages).sum(axis=1)
+        frame_bytes = [
+            self.geometry.frame_bytes(layer) for layer in range(len(self.geometry.layers))
+        ]
+        return int(dirty @ np.array(frame_bytes)) + sum(
+            each.reserved_bytes for each in self.growing
+        )
+
+    def _sealable(self) -> list[Sequence]:
+        """Sequences whose Tail may be sealed now, the longest Tail first."""
+        return sorted(
+            (each for each in self.growing if each.tail and each.between_passes),
+            key=lambda each: each.length() - each.sealed_tokens,
+            reverse=True,
+        )
+
+    # ---- sealing ----------------------------------------------------------------------------
+
+    def freeze(self, sequence: Sequence) -> Segment | None:
+        """End the Tail: it becomes a short Segment, still in HOT alone. None: it was empty.
+
+        Raises ConfigError during a pass.
+        """
+        if not sequence.between_passes:
+            raise ConfigError(
+                "a sequence can be sealed, forked or saved only between passes: its layers hold "
+                f"{sorted(set(sequence.lengths.tolist()))} tokens"
+            )
+        sequence.reserved_bytes = 0
+        if not sequence.tail:
+            return None
+        assert len(sequence.tail) == 1, "complete Segments leave the Tail at once"
+        segment = sequence.tail.pop()
+        segment.freeze()
+        sequence.views.append(SegmentView(segment, segment.token_count))
+        return segment
+
+    def seal(self, sequence: Sequence) -> None:
+        """End the Tail and write what is not on the device yet."""
+        self.freeze(sequence)
+        self.write_out(sequence)
+
+    def write_out(self, sequence: Sequence) -> None:
+        """Write every frozen Segment of a Sequence that exists in HOT alone."""
+        for view in sequence.views:
+            for layer, extent in enumerate(view.segment.extents):
+                if extent is None:
+                    self._write_from_frames(view.segment, layer)
+
+    # ---- copy-on-write ----------------------------------------------------------------------
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A second Sequence with the same tokens."""
+        if sequence.length() - sequence.sealed_tokens >= FORK_COPY_TOKENS_MAX:
+            self.freeze(sequence)
+        elif not sequence.between_passes:
+            raise ConfigError("a sequence can be forked only between passes")
+        twin = Sequence(sequence.layers, sequence.provenance)
+        twin.tokens = sequence.tokens
+        twin.views = list(sequence.views)
+        for view in twin.views:
+            view.segment.references += 1
+        if sequence.tail:
+            self._copy_into_tail(twin, sequence.tail[0], sequence.tail[0].filled[0])
+        return twin
+
+    def _copy_into_tail(self, sequence: Sequence, source: Segment, count: int) -> None:
+        """Give a Sequence without Tail the first tokens of a Segment, as its own."""
+        self.growing.add(sequence)
+        self._secure_room(sequence, count)
+        for layer in range(sequence.layers):
+            self.mover.load([Unit(source, layer)])
+            keys, values = self.mover.tensors(Unit(source, layer))
+            self.append(sequence, layer, keys[:, :count], values[:, :count])
+
+    def crop(self, sequence: Sequence, length: int) -> list[Segment]:
+        """Forget tokens from `length` on; returns the Segments that this Sequence let go."""
+        held = sequence.length()
+        if not sequence.between_passes or not 0 <= length <= held:
+            raise ConfigError(f"cannot crop to {length} tokens: {held} are held")
+        released: list[Segment] = []
+        sequence.reserved_bytes = 0
+        sequence.tokens = sequence.tokens[:length]
+        cut: Segment | None = None
+        if sequence.tail and length < held:
+            cut = sequence.tail.pop()
+        while sequence.views and length <= sequence.views[-1].segment.start:
+            released.append(sequence.views.pop().segment)
+        if sequence.views and length < sequence.views[-1].end:
+            last = sequence.views.pop().segment
+            if last.catalog_id is not None:
+                sequence.views.append(SegmentView(last, length - last.start))
+            else:
+                cut, released = last, [*released, *([cut] if cut else [])]
+        if cut is not None:
+            if length > cut.start:
+                self._copy_into_tail(sequence, cut, length - cut.start)
+            released.append(cut)
+        return released

@@ -1,0 +1,150 @@
+"""kvtier doctor: what this machine can do, which of it is used, and why.
+
+Everything is tried where trying costs nothing; no module that takes long to load is imported.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from kvtier.io import probe
+from kvtier.tools.direct_io import DirectReport, try_device, try_folder
+
+PACKAGES = ("kvtier", "torch", "transformers", "numpy", "gguf", "matplotlib")
+GPU_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "kvikio-cu12", "kvikio-cu13")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that may be used or not, with the reason in words."""
+
+    what: str
+    usable: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a store opened here uses for one purpose, and why."""
+
+    purpose: str
+    used: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What the KV of a store is valid for; a model with another description does not match it."""
+
+    hex: str
+    description: dict[str, Any]
+    segments: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All that doctor found. block_bytes, memlock_bytes: None where unknown or unlimited."""
+
+    kernel: str
+    python: str
+    packages: dict[str, str | None]
+    checks: list[Check]
+    choices: list[Choice]
+    direct_io: DirectReport
+    memlock_bytes: int | None
+    store: str | None = None
+    fingerprints: list[Fingerprint] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def diagnose(store: Path | None, device: str | None) -> Diagnosis:
+    """Look at this machine, and at the place where a store is or would be.
+
+    Raises KvtierError if `store` is named and is not a store.
+    """
+    fingerprints: list[Fingerprint] = []
+    region = device
+    if store is not None:
+        from kvtier.tiering.listing import describe
+
+        description = describe(store)
+        region = region or str(description.region_path)
+        fingerprints = [
+            Fingerprint(row.hex, row.description, row.segments, row.tokens)
+            for row in description.fingerprints
+        ]
+    direct = try_device(region) if region is not None else try_folder(Path.cwd())
+    reports = [*probe.engine_reports(), probe.gpu_report(), probe.memlock_report()]
+    names = {"gds": "GPUDirect Storage", "gpu": "NVIDIA GPU", "memlock": "pinned memory"}
+    checks = [Check(names.get(r.engine, r.engine), r.usable, r.reason) for r in reports]
+    checks.insert(0, Check("O_DIRECT", direct.usable, f"{direct.path}: {direct.reason}"))
+    return Diagnosis(
+        kernel=" ".join(os.uname()[i] for i in (0, 2, 4)),
+        python=sys.version.split()[0],
+        packages=_versions(),
+        checks=checks,
+        choices=_choices(reports, direct),
+        direct_io=direct,
+        memlock_bytes=probe.memlock_bytes(),
+        store=None if store is None else str(store),
+        fingerprints=fingerprints,
+    )
+
+
+def render(found: Diagnosis) -> str:
+    """The diagnosis for people."""
+    from kvtier.tools.text_table import table
+
+    installed = [f"{name} {number}" for name, number in found.packages.items() if number]
+    absent = [name for name, number in found.packages.items() if not number]
+    block = found.direct_io.block_bytes
+    lines = [
+        f"machine     {found.kernel}, Python {found.python}",
+        f"installed   {', '.join(installed)}",
+        f"absent      {', '.join(absent) or 'nothing'}",
+        f"block size  {'unknown' if block is None else f'{block} bytes'} ({found.direct_io.path})",
+        "",
+        table(
+            ("can use", "", "why"),
+            [(c.what, "yes" if c.usable else "no", c.reason) for c in found.checks],
+        ),
+        "",
+        table(("in use for", "", "why"), [(c.purpose, c.used, c.reason) for c in found.choices]),
+    ]
+    if found.store is not None:
+        lines += ["", f"{found.store}: what its KV is valid for. A model finds what is stored"]
+        lines += ["only if all of this is the same for it:" if found.fingerprints else "(empty)"]
+    for row in found.fingerprints:
+        lines += ["", f"{row.hex}  {row.segments} segments, {row.tokens} tokens"]
+        lines += [f"  {key} = {json.dumps(value)}" for key, value in row.description.items()]
+    return "\n".join(lines)
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in (*PACKAGES, *GPU_PACKAGES):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _choices(reports: list[probe.EngineReport], direct: DirectReport) -> list[Choice]:
+    engine = next(r for r in reports if r.engine in ("io_uring", "threads") and r.usable)
+    refused = next(r for r in reports if r.engine == "io_uring")
+    why = engine.reason if engine is refused else refused.reason
+    gpu = next(r for r in reports if r.engine == "gpu")
+    cpu = "this release computes on the CPU"
+    return [
+        Choice("reads and writes", engine.engine, why),
+        Choice("page cache", "bypassed" if direct.usable else "in the way", direct.reason),
+        Choice("hot tier", "host memory", f"{cpu}; {'a GPU is there' if gpu.usable else 'no GPU'}"),
+        Choice("attention", "torch on the CPU", cpu),
+    ]
