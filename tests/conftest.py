@@ -38,3 +38,11 @@ def loop_device(tmp_path: Path) -> Iterator[LoopMaker]:
         subprocess.run(["losetup", "-d", device], check=True)
     for file in files:
         file.unlink()
+
+
+@pytest.fixture(scope="session")
+def one_thread() -> None:
+    """Tiny models run faster, and beside other work more evenly, on one thread of torch."""
+    import torch
+
+    torch.set_num_threads(1)

@@ -164,9 +164,11 @@ def test_conversion_is_renamed_into_place_once(
 ) -> None:
     source = find(None, packaged())
     cache = tmp_path / "cache"
+    assert not model_source.is_prepared(source, cache)
     target = convert_made_up(source, cache, monkeypatch)
     assert target == cache / f"made-up-{packaged().sha256[:8]}-float32"
     assert [path.name for path in target.iterdir()] == ["config.json"]
+    assert model_source.is_prepared(source, cache)
 
     def fail(folder: Path, progress: model_source.Progress) -> None:
         raise AssertionError("converted twice")
@@ -249,3 +251,9 @@ def test_finding_loads_no_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "False"
+
+
+def test_make_demo_installs_the_packages_that_are_looked_for() -> None:
+    lines = (ROOT / "tools" / "demo-model.txt").read_text(encoding="utf-8").splitlines()
+    named = [line.split("==")[0].replace("-", "_") for line in lines if not line.startswith("#")]
+    assert tuple(named) == model_source.PACKAGED.modules

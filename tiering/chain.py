@@ -23,7 +23,11 @@ def as_tokens(tokens: object) -> Tokens:
 
     Raises ConfigError for anything that is not a one-dimensional list of ids in 0..TOKEN_MAX.
     """
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        # Ragged lists, tensors of another device and the like.
+        raise ConfigError(f"tokens must be a list of integer ids: {error}") from error
     if array.size == 0 and array.ndim == 1:
         return np.zeros(0, np.uint32)
     if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -72,6 +72,7 @@ class Committer:
         for place, view in enumerate(sequence.views):
             segment = view.segment
             if segment.catalog_id is not None:
+                _require_same(view, sequence.tokens)
                 continue
             end = segment.start + segment.token_count
             if len(sequence.tokens) < end or not segment.written:
@@ -90,8 +91,8 @@ class Committer:
         segment = sequence.views[place].segment
         end = segment.start + segment.token_count
         tokens = sequence.tokens[segment.start : end]
-        if segment.tokens is not None and (segment.tokens != tokens).any():
-            raise ConfigError("sequences that share a segment name different tokens for it")
+        if segment.tokens is not None:
+            _require_same(sequence.views[place], tokens, segment.start)
         segment.tokens = tokens.copy()
         segment.parent = sequence.views[place - 1] if place else None
         segment.start_digest = chain_digest(sequence.tokens[: segment.start])
@@ -187,6 +188,23 @@ class Committer:
                 if index.find(segment.parent, _tokens(segment)) is segment:
                     index.remove(segment)
                     self.catalog.set_quarantined(segment.catalog_id, True)
+
+
+def _require_same(view: SegmentView, tokens: Tokens, first: int = 0) -> None:
+    """Raise ConfigError where `tokens`, from position `first` on, are not those of the view.
+
+    A fork shares Segments whose tokens one side may have named since.
+    """
+    start = view.segment.start
+    given = tokens[start - first : view.end - first]
+    held = _tokens(view.segment)[: len(given)]
+    differing = np.flatnonzero(held != given)
+    if len(differing):
+        at = int(differing[0])
+        raise ConfigError(
+            "sequences that share a segment name different tokens for it, first at position "
+            f"{start + at}: {int(given[at])} given, {int(held[at])} held"
+        )
 
 
 def _tokens(segment: Segment) -> Tokens:

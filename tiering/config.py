@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from kvtier.errors import ConfigError
@@ -19,6 +20,9 @@ UNITS = {
     "tb": 10**12,
 }
 
+BYTES_MAX = 2**63 - 1
+"""Largest size or offset that the kernel takes."""
+
 Engine = Literal["auto", "io_uring", "threads"]
 DirectMode = Literal["required", "preferred", "off"]
 
@@ -30,12 +34,13 @@ def parse_bytes(size: int | str, what: str) -> int:
     if isinstance(size, int):
         value = size
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        match = re.fullmatch(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([A-Za-z]*)\s*", size)
         if match is None or match[2].lower() not in UNITS:
             raise ConfigError(f"{what} must be a size such as '512MiB' or '4GiB': got {size!r}")
-        value = int(float(match[1]) * UNITS[match[2].lower()])
-    if value < 0:
-        raise ConfigError(f"{what} must not be negative: got {size!r}")
+        # Not float: its 53 bits would round large sizes.
+        value = int(Fraction(match[1]) * UNITS[match[2].lower()])
+    if not 0 <= value <= BYTES_MAX:
+        raise ConfigError(f"{what} must be 0 to {BYTES_MAX} bytes: got {size!r}")
     return value
 
 

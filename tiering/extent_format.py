@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtier.errors import BadMagic, ChecksumMismatch, FormatError, VersionMismatch
+from kvtier.errors import BadMagic, ChecksumMismatch, ConfigError, FormatError, VersionMismatch
 from kvtier.io.alignment import GRID_BYTES, align_up
 from kvtier.tiering.chain import Tokens
+from kvtier.tiering.fingerprint import PROVENANCE_BYTES
 from kvtier.tiering.geometry import PAGE_TOKENS, SEGMENT_TOKENS, Geometry, LayerGeometry, pages_of
 
 MAGIC = b"KVTIEREX"
@@ -46,7 +47,6 @@ CODEC_RAW = 0
 NO_POSITION = 0xFFFF
 """Fills the positions of the slots that a Page does not use."""
 DTYPE_CODES = {"float32": 1, "float16": 2, "bfloat16": 3}
-PROVENANCE_BYTES = 56
 
 Directory = npt.NDArray[np.void]
 ByteArray = npt.NDArray[np.uint8]
@@ -185,19 +185,12 @@ def write_header(
     struct.pack_into("<Q", target.data, CHECKSUM_AT, checksum(target, 0))
 
 
-def parse_header(block: ByteArray, where: str) -> ExtentHeader:
-    """Check and parse the header at the start of `block` (uint8, at least the header's bytes).
-
-    where: named in messages. Raises BadMagic, VersionMismatch, ChecksumMismatch, FormatError.
-    """
+def _intact_header(block: ByteArray, where: str) -> ByteArray:
+    """A copy of the header's bytes, once magic, version, size and checksum are right."""
     if block.size < HEADER_BYTES:
         raise FormatError(f"{where}: {block.size} bytes are too few for an extent header")
-    (
-        magic, version, size, store_uuid, fingerprint, start_digest, end_digest, generation,
-        device_offset, total_bytes, payload_bytes, payload_checksum, start_position, layer,
-        layers, kv_heads, key_width, value_width, page_tokens, dtype_code, token_count, pages,
-        stored, _head_group, provenance, window, expected,
-    ) = HEADER.unpack_from(block.data)  # fmt: skip
+    magic, version, size = struct.unpack_from("<8sII", block.data)
+    (expected,) = struct.unpack_from("<Q", block.data, CHECKSUM_AT)
     if magic != MAGIC:
         raise BadMagic(f"{where}: no extent header here")
     if version != FORMAT_VERSION:
@@ -208,6 +201,21 @@ def parse_header(block: ByteArray, where: str) -> ExtentHeader:
     covered[CHECKSUM_AT:HEADER_BYTES] = 0
     if checksum(covered, 0) != expected:
         raise ChecksumMismatch(f"{where}: the extent header is damaged")
+    return covered
+
+
+def parse_header(block: ByteArray, where: str) -> ExtentHeader:
+    """Check and parse the header at the start of `block` (uint8, at least the header's bytes).
+
+    where: named in messages. Raises BadMagic, VersionMismatch, ChecksumMismatch, FormatError.
+    """
+    covered = _intact_header(block, where)
+    (
+        _magic, _version, size, store_uuid, fingerprint, start_digest, end_digest, generation,
+        device_offset, total_bytes, payload_bytes, payload_checksum, start_position, layer,
+        layers, kv_heads, key_width, value_width, page_tokens, dtype_code, token_count, pages,
+        stored, _head_group, provenance, window, _checksum,
+    ) = HEADER.unpack_from(covered.data)  # fmt: skip
     directory_end = HEADER_BYTES + pages * DIRECTORY_ENTRY.itemsize
     dtypes = {code: name for name, code in DTYPE_CODES.items()}
     if (
@@ -223,11 +231,16 @@ def parse_header(block: ByteArray, where: str) -> ExtentHeader:
     ends = directory["offset"].astype(np.int64) + directory["length"]
     if len(directory) and int(ends.max()) > payload_bytes:
         raise FormatError(f"{where}: a page lies outside the payload of {payload_bytes} bytes")
+    try:
+        geometry = LayerGeometry(kv_heads, key_width, value_width, window or None)
+        provenance_text = provenance.rstrip(b"\0").decode()
+    except (ConfigError, UnicodeDecodeError) as error:
+        raise FormatError(f"{where}: the extent header cannot be: {error}") from error
     return ExtentHeader(
         identity=ExtentIdentity(
             store_uuid=store_uuid,
             fingerprint=fingerprint,
-            provenance=provenance.rstrip(b"\0").decode(),
+            provenance=provenance_text,
             start_digest=start_digest,
             end_digest=end_digest,
             generation=generation,
@@ -237,7 +250,7 @@ def parse_header(block: ByteArray, where: str) -> ExtentHeader:
             device_offset=device_offset,
             extent_bytes=total_bytes,
         ),
-        geometry=LayerGeometry(kv_heads, key_width, value_width, window or None),
+        geometry=geometry,
         dtype=dtypes[dtype_code],
         layers=layers,
         header_bytes=size,

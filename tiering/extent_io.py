@@ -20,7 +20,7 @@ from kvtier.errors import ChecksumMismatch, DeviceError, FormatError
 from kvtier.io.alignment import GRID_BYTES, align_up
 from kvtier.io.allocator import ExtentAllocator
 from kvtier.io.buffers import BufferPool
-from kvtier.io.device import Buffers, ByteArray, Device
+from kvtier.io.device import Buffers, ByteArray, Device, Int64Array
 from kvtier.io.extent import Extent
 from kvtier.tiering import extent_format
 from kvtier.tiering.extent_format import ExtentIdentity
@@ -144,15 +144,29 @@ class ExtentIO:
     def write(self, writes: Sequence[UnitWrite]) -> None:
         """Write the payloads of complete units. Their headers follow at commit.
 
-        On an error the units of the failed batch do not count as written and their Extents are
-        free again. Raises CapacityError, DeviceError.
+        On an error none of the units counts as written and their Extents are free again. Raises
+        CapacityError, DeviceError.
         """
         sizes = [
             extent_format.extent_bytes(self.geometry, each.unit.layer, each.tokens)
             for each in writes
         ]
-        for part in batches(sizes):
-            self._write_batch(writes[part])
+        try:
+            for part in batches(sizes):
+                self._write_batch(writes[part])
+        except BaseException:
+            for each in writes:
+                self._unwrite(each.unit)
+            raise
+
+    def _unwrite(self, unit: Unit) -> None:
+        """Forget what a failed write noted: Frames of this unit are still in position order."""
+        extent = unit.segment.extents[unit.layer]
+        if extent is not None:
+            self.allocator.free(extent)
+        unit.segment.extents[unit.layer] = None
+        unit.segment.orders[unit.layer] = None
+        unit.segment.directories[unit.layer] = None
 
     def _write_batch(self, writes: Sequence[UnitWrite]) -> None:
         geometry = self.geometry
@@ -253,13 +267,7 @@ class ExtentIO:
         assert len(lengths) == len(units)
         starts = _ends_to_starts(lengths)
         with self.buffers.lease(int(lengths.sum())) as memory:
-            try:
-                self.device.read(offsets, Buffers(memory, starts, lengths))
-            except DeviceError as error:
-                self.counters.failed_reads += 1
-                for index, _ in error.failures:
-                    units[index].segment.quarantined = True
-                raise
+            self._read(units, offsets, Buffers(memory, starts, lengths))
             self.counters.bytes_read += memory.size
             yield (
                 self._typed(self._checked(unit, memory[start : start + length]))
@@ -308,23 +316,31 @@ class ExtentIO:
 
         Raises DeviceError, or FormatError after marking what failed as quarantined.
         """
-        for first in range(0, len(units), BATCH_BYTES // (2 * GRID_BYTES)):
-            part = units[first : first + BATCH_BYTES // (2 * GRID_BYTES)]
-            lengths = np.array(
-                [
-                    extent_format.header_bytes(self.geometry, each.layer, each.segment.token_count)
-                    for each in part
-                ],
-                np.int64,
-            )
+        sizes = [
+            extent_format.header_bytes(self.geometry, each.layer, each.segment.token_count)
+            for each in units
+        ]
+        for chosen in batches(sizes):
+            part = units[chosen]
+            lengths = np.array(sizes[chosen], np.int64)
             starts = _ends_to_starts(lengths)
             offsets = np.array([self.identity(each).device_offset for each in part], np.int64)
             with self.buffers.lease(int(lengths.sum())) as memory:
-                self.device.read(offsets, Buffers(memory, starts, lengths))
+                self._read(part, offsets, Buffers(memory, starts, lengths))
                 for unit, start, length in zip(
                     part, starts.tolist(), lengths.tolist(), strict=True
                 ):
                     self._check_header(unit, memory[start : start + length])
+
+    def _read(self, units: Sequence[Unit], offsets: Int64Array, buffers: Buffers) -> None:
+        """Read one piece of every unit; those that cannot be read are marked before it raises."""
+        try:
+            self.device.read(offsets, buffers)
+        except DeviceError as error:
+            self.counters.failed_reads += 1
+            for index, _ in error.failures:
+                units[index].segment.quarantined = True
+            raise
 
     def _check_header(self, unit: Unit, block: ByteArray) -> None:
         where = self.where(unit)

@@ -9,6 +9,8 @@ from typing import Any, Self
 from kvtier.errors import ConfigError
 
 DIGEST_BYTES = 32
+PROVENANCE_BYTES = 56
+"""Room that an extent header has for the text of a Provenance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Fingerprint:
     @classmethod
     def of(cls, description: Mapping[str, Any]) -> Self:
         """Raises ConfigError for a description that is not plain JSON."""
+        _require_string_keys(description)
         try:
             text = json.dumps(description, sort_keys=True, separators=(",", ":"), allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -47,19 +50,45 @@ class Provenance:
 
     text: str
 
+    def __post_init__(self) -> None:
+        if self.text != "exact" and not self.text.startswith("approximate:"):
+            raise ConfigError(f"not a provenance: {self.text!r}")
+        if not (self.text.isascii() and self.text.isprintable()):
+            raise ConfigError(f"a provenance is printable ASCII: got {self.text!r}")
+        if len(self.text) > PROVENANCE_BYTES:
+            raise ConfigError(
+                f"a provenance has at most {PROVENANCE_BYTES} bytes: got {len(self.text)} bytes, "
+                f"{self.text!r}"
+            )
+
     @property
     def is_exact(self) -> bool:
         return self.text == "exact"
 
     @classmethod
     def approximate(cls, budget: float, codec: str) -> Self:
-        return cls(f"approximate:budget={budget:g},codec={codec}")
+        """budget: the share of the context that was read, above 0 and at most 1."""
+        if not 0 < budget <= 1:
+            raise ConfigError(f"a budget is above 0 and at most 1: got {budget}")
+        # repr, not :g: two budgets must never share one text.
+        return cls(f"approximate:budget={float(budget)!r},codec={codec}")
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        if text != "exact" and not text.startswith("approximate:"):
-            raise ConfigError(f"not a provenance: {text!r}")
+        """Raises ConfigError for a text that is no provenance."""
         return cls(text)
 
 
 EXACT = Provenance("exact")
+
+
+def _require_string_keys(value: object) -> None:
+    """JSON would write the keys 1 and "1" alike, so that two descriptions had one digest."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"a fingerprint's keys are text: got {key!r}")
+            _require_string_keys(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _require_string_keys(inner)

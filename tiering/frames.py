@@ -23,8 +23,9 @@ class FramePool:
     """Frames of one row width, as the rows of one tensor."""
 
     def __init__(self, width: int, frame_bytes: int, count: int, dtype: torch.dtype) -> None:
-        self.memory = torch.from_numpy(aligned_bytes(count * frame_bytes)).view(dtype)
-        self.memory = self.memory.view(count, PAGE_TOKENS * width)
+        memory = torch.from_numpy(aligned_bytes(count * frame_bytes))
+        self.memory = memory.view(count, frame_bytes).view(dtype)
+        assert self.memory.shape == (count, PAGE_TOKENS * width)
         self._free = np.arange(count - 1, -1, -1, dtype=np.int64)
         self._free_count = count
 

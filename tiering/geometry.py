@@ -17,6 +17,8 @@ ITEM_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 LAYERS_MAX = 1024
 HEADS_MAX = 1024
 WIDTH_MAX = 8192
+PAYLOAD_BYTES_MAX = 2**32 - 1
+"""The page directory keeps offsets within a payload in 32 bits."""
 
 
 def pages_of(tokens: int) -> int:
@@ -64,6 +66,13 @@ class Geometry:
             raise ConfigError(f"dtype must be one of {', '.join(ITEM_BYTES)}: got {self.dtype}")
         if not 1 <= len(self.layers) <= LAYERS_MAX:
             raise ConfigError(f"a geometry has 1 to {LAYERS_MAX} layers: got {len(self.layers)}")
+        for layer in range(len(self.layers)):
+            size = self.payload_bytes(layer, SEGMENT_TOKENS)
+            if size > PAYLOAD_BYTES_MAX:
+                raise ConfigError(
+                    f"layer {layer} has {size} bytes for {SEGMENT_TOKENS} tokens: at most "
+                    f"{PAYLOAD_BYTES_MAX} bytes can be stored"
+                )
 
     @classmethod
     def uniform(cls, layers: int, kv_heads: int, width: int, *, dtype: str = "float32") -> Self:

@@ -1,5 +1,6 @@
 """Opens or makes the files of a store, checks that they belong together, rebuilds the allocator."""
 
+import json
 import os
 import uuid
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from kvtier.io.rawfile import create_region_file
 from kvtier.io.region import Region
 from kvtier.tiering import store_files
 from kvtier.tiering.config import Config
+from kvtier.tiering.geometry import Geometry
 from kvtier.tiering.store_files import REGION, Settings
 
 REGION_BYTES_DEFAULT = 4 << 30
@@ -34,19 +36,34 @@ class OpenFiles:
         """Close region, catalog and lock, in this order. Calling it twice is allowed."""
         self._stack.close()
 
+    def require_geometry(self, fingerprint: str, geometry: Geometry) -> None:
+        """Note the KV shapes of a new fingerprint. Raises ConfigError when those that are stored
+        under it differ: equal sizes in bytes would let other values pass for the model's."""
+        key, wanted = f"geometry:{fingerprint}", json.dumps(geometry.to_dict())
+        stored = self.catalog.get_meta(key)
+        if stored is None:
+            self.catalog.set_meta(key, wanted)
+        elif stored != wanted:
+            raise ConfigError(
+                f"the fingerprint {fingerprint[:12]} is stored with the KV shapes {stored}, but "
+                f"this model has {wanted}: name another fingerprint"
+            )
+
 
 def open_files(directory: Path, config: Config) -> OpenFiles:
     """Lock and open the store in `directory`; make it first if there is none."""
     with ExitStack() as stack:
         if not store_files.is_store(directory):
             store_files.prepare_directory(directory)
-            stack.enter_context(store_files.lock(directory))
-            settings, region = _create(directory, config, stack)
-        else:
+        stack.enter_context(store_files.lock(directory))
+        # Asked again: another process may have made the store before this one had the lock.
+        if store_files.is_store(directory):
             settings = store_files.read_settings(directory)
             _check_region(settings, directory, config)
-            stack.enter_context(store_files.lock(directory))
             region = _open_region(settings, directory, config, stack)
+        else:
+            store_files.clear_leftovers(directory)
+            settings, region = _create(directory, config, stack)
         catalog = stack.enter_context(store_files.open_catalog(directory, settings))
         allocator = ExtentAllocator(region.data_start, region.data_end)
         extents = [extent for row in catalog.segments() for extent in unpack_extents(row.extents)]

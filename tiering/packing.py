@@ -7,8 +7,10 @@ K rows, whatever the Page holds. Placement decides the order of tokens.
 
 from abc import ABC, abstractmethod
 
+import numpy as np
 import torch
 
+from kvtier.errors import ConfigError
 from kvtier.tiering.geometry import PAGE_TOKENS, LayerGeometry
 from kvtier.tiering.page_layout import Order, PageLayout
 
@@ -42,9 +44,10 @@ def pack(
     target: one-dimensional, of their dtype, heads * tokens * (Dk + Dv) elements.
     """
     if order is not None:
-        index = torch.from_numpy(order)[:, :, None]
-        keys = keys.gather(1, index.expand(-1, -1, keys.shape[2]))
-        values = values.gather(1, index.expand(-1, -1, values.shape[2]))
+        # Indexing copies bits; torch.gather takes 16-bit floats through float32 on the CPU, which
+        # rewrites NaNs.
+        index = torch.arange(len(order))[:, None], torch.from_numpy(order)
+        keys, values = keys[index], values[index]
     heads, tokens, key_width = keys.shape
     value_width = values.shape[2]
     by_head = target.view(heads, tokens * (key_width + value_width))
@@ -100,3 +103,20 @@ def gather(
     keys = rows[:, :, :split].reshape(heads, pages * PAGE_TOKENS, layer.key_width)
     values = rows[:, :, split:].reshape(heads, pages * PAGE_TOKENS, layer.value_width)
     return keys[:, :tokens], values[:, :tokens]
+
+
+def as_tensor(given: object) -> torch.Tensor:
+    """What a caller handed in, as a tensor in host memory. Raises ConfigError."""
+    if isinstance(given, torch.Tensor) and given.device.type == "cpu":
+        return given.detach()
+    if isinstance(given, np.ndarray):
+        try:
+            # A copy where torch could not share the memory: read-only, or strides below zero.
+            return torch.from_numpy(np.require(given, requirements=("C", "W")))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"an array of {given.dtype} cannot be used: {error}") from error
+    place = f" on {given.device}" if isinstance(given, torch.Tensor) else ""
+    raise ConfigError(
+        "a torch tensor in host memory or a numpy array is needed: "
+        f"got {type(given).__name__}{place}"
+    )

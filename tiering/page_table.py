@@ -50,8 +50,9 @@ class Columns:
     def between(self, layer: int, first: int, past: int) -> "Columns":
         """Without the columns that hold no position in [first, past)."""
         inside = (self.start + self.count > first) & (self.start < past)
-        for index in self._disordered(layer):
-            segment = self.segments[index]
+        for index, segment in enumerate(self.segments):
+            if _in_order(segment, layer):
+                continue
             here = self.owner == index
             inside[here] = segment.start + self.limit[here] > first
             inside[here] &= segment.start < past
@@ -66,7 +67,8 @@ class Columns:
 
     def positions(self, layer: int, heads: int, first: int, past: int) -> Int64Array | None:
         """int64 [heads or 1, columns, 16]: positions, -1 where a slot does not count because it
-        is unused, beyond the view's limit or outside [first, past). None: every slot counts.
+        is unused, beyond the view's limit or outside [first, past). None: every slot counts,
+        and all lie in the order of positions.
         """
         disordered = [i for i in self._disordered(layer) if (self.owner == i).any()]
         inside = (self.start >= first) & (self.start + PAGE_TOKENS <= past)
@@ -86,7 +88,14 @@ class Columns:
             shown = (offsets >= 0) & (offsets < self.limit[here][:, None])
             by_head[:, here] = np.where(shown, offsets + segment.start, -1)
         by_head[(by_head < first) | (by_head >= past)] = -1
-        return None if bool((by_head >= 0).all()) else by_head
+        return by_head if disordered or bool((by_head < 0).any()) else None
+
+
+def _in_order(segment: Segment, layer: int) -> bool:
+    """Whether this layer is known to lie in the order of positions. The order of a Segment that
+    the catalog named becomes known when its layer is read, which may be after its columns."""
+    known = segment.catalog_id is None or segment.directories[layer] is not None
+    return known and segment.orders[layer] is None
 
 
 def columns_of(views: Iterable[tuple[Segment, int]], layer: int) -> Columns:
@@ -94,8 +103,7 @@ def columns_of(views: Iterable[tuple[Segment, int]], layer: int) -> Columns:
     segments: list[Segment] = []
     parts: list[Int64Array] = []
     for segment, limit in views:
-        in_order = segment.orders[layer] is None
-        pages = pages_of(limit if in_order else segment.token_count)
+        pages = pages_of(limit if _in_order(segment, layer) else segment.token_count)
         page = np.arange(pages, dtype=np.int64)
         shown = np.clip(limit - page * PAGE_TOKENS, 0, PAGE_TOKENS)
         part = np.empty((5, pages), np.int64)

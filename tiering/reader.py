@@ -19,7 +19,7 @@ from kvtier.kernels.paged_attention import (
     paged_attention,
 )
 from kvtier.tiering.extent_io import Unit
-from kvtier.tiering.geometry import PAGE_TOKENS, Geometry
+from kvtier.tiering.geometry import PAGE_TOKENS, Geometry, LayerGeometry
 from kvtier.tiering.page_table import Columns, Int64Array
 from kvtier.tiering.residency import NO_FRAME, Residency
 from kvtier.tiering.sequence import Sequence
@@ -63,6 +63,7 @@ class Reader:
                 f"layer {query.layer} keeps latents (value width 0): kvtier stores them, "
                 "attention over them is not built"
             )
+        self._check(query, shape)
         count = query.vectors.shape[1]
         length = sequence.length(query.layer)
         if count > length:
@@ -87,6 +88,28 @@ class Reader:
             )
         parts.extend(self._past(sequence, query, past))
         return merge(parts).out.to(query.vectors.dtype)
+
+    @staticmethod
+    def _check(query: Query, shape: LayerGeometry) -> None:
+        """What the kernels cannot know: which shapes this layer has."""
+        vectors = query.vectors
+        if vectors.ndim != 3 or vectors.shape[1] < 1 or vectors.shape[2] != shape.key_width:
+            raise ConfigError(
+                f"query of layer {query.layer} has shape {list(vectors.shape)}; it takes "
+                f"[q_heads, tokens, {shape.key_width}] with at least one token"
+            )
+        if (query.keys is None) != (query.values is None):
+            raise ConfigError("keys and values are given together, or neither of them")
+        for name, given, width in (
+            ("keys", query.keys, shape.key_width),
+            ("values", query.values, shape.value_width),
+        ):
+            expected = [shape.kv_heads, vectors.shape[1], width]
+            if given is not None and list(given.shape) != expected:
+                raise ConfigError(
+                    f"{name} of layer {query.layer} has shape {list(given.shape)}; with this "
+                    f"query it takes {expected}"
+                )
 
     def _past(self, sequence: Sequence, query: Query, past: int) -> Iterator[Partial]:
         """Attention over positions before `past`, group by group."""
@@ -122,7 +145,7 @@ class Reader:
         valid = visible = None
         if positions is not None:
             shown = np.broadcast_to(positions >= 0, (shape.kv_heads, *positions.shape[1:]))
-            valid = torch.from_numpy(np.ascontiguousarray(shown))
+            valid = torch.from_numpy(shown.copy())
         length, count = stream
         asking = np.arange(length - count, length)
         if positions is None:

@@ -115,6 +115,8 @@ class Residency:
     def begin_pass(self) -> None:
         """Called when a model starts again at its first layer: what was used before the pass
         before this one is idle."""
+        # A tick of its own: the unit touched last before the pass must count as before it.
+        self.clock += 1
         self.last_pass_began, self.pass_began = self.pass_began, self.clock
 
     def touch(self, layers: SlotArray, slots: SlotArray) -> None:

@@ -55,6 +55,11 @@ class Sequence:
         lengths = self.lengths
         return bool((lengths == lengths[0]).all())
 
+    @property
+    def written(self) -> bool:
+        """Everything before the Tail is on the device."""
+        return all(view.segment.written for view in self.views)
+
     def require_open(self) -> None:
         if self.closed:
             raise ClosedError("this Sequence was closed")

@@ -11,15 +11,13 @@ Invariants:
 """
 
 import math
-import os
-import threading
 import uuid
 from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from weakref import WeakSet
 
-import numpy as np
 import torch
 
 from kvtier.errors import ClosedError, ConfigError, DeviceError, FormatError
@@ -33,7 +31,8 @@ from kvtier.tiering.fingerprint import EXACT, Fingerprint, Provenance
 from kvtier.tiering.frames import MemoryTier
 from kvtier.tiering.geometry import Geometry
 from kvtier.tiering.opening import OpenFiles, open_files
-from kvtier.tiering.packing import Placement, PositionOrder
+from kvtier.tiering.packing import Placement, PositionOrder, as_tensor
+from kvtier.tiering.process_lock import ProcessLock
 from kvtier.tiering.reader import Query, Reader
 from kvtier.tiering.residency import Residency
 from kvtier.tiering.sequence import Sequence
@@ -59,11 +58,11 @@ class Store:
         self.geometry = geometry
         self.fingerprint = fingerprint
         self._files = files
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
+        self._lock = ProcessLock("this store")
         self._closed = False
         self._looked_up = self._matched = 0
         self._to_release: deque[list[Sequence]] = deque()
+        self._own: WeakSet[Sequence] = WeakSet()
         buffers = BufferPool(bounce_bytes(geometry))
         region.device.register(buffers.memory)
         owner = Owner(uuid.UUID(region.store_uuid).bytes, fingerprint.digest)
@@ -76,6 +75,7 @@ class Store:
         self._mover = Mover(geometry, self._residency, self._extents)
         self._writer = Writer(geometry, self._residency, self._mover, self._extents)
         self._reader = Reader(geometry, self._residency, self._mover)
+        files.require_geometry(fingerprint.hex, geometry)
         fingerprint_id = files.catalog.add_fingerprint(fingerprint.digest, fingerprint.description)
         self._committer = Committer(files.catalog, fingerprint_id, self._residency, self._extents)
         self._committer.load()
@@ -112,8 +112,11 @@ class Store:
 
     def sequence(self, provenance: Provenance = EXACT) -> Sequence:
         """A new, empty Sequence."""
-        self._require_open()
-        return Sequence(len(self.geometry.layers), provenance)
+        with self._lock:
+            self._require_open()
+            sequence = Sequence(len(self.geometry.layers), provenance)
+            self._own.add(sequence)
+            return sequence
 
     def resume(self, tokens: object, *, provenance: Provenance = EXACT) -> Sequence:
         """A Sequence that begins with the longest stored prefix of `tokens`, maybe none of it.
@@ -180,10 +183,19 @@ class Store:
         """
         with self._lock:
             self._require_open(sequence)
-            return self._writer.fork(sequence)
+            twin = self.sequence(sequence.provenance)
+            try:
+                self._writer.fork(sequence, twin)
+            except BaseException:
+                self.release(twin)
+                raise
+            return twin
 
     def crop(self, sequence: Sequence, length: int) -> None:
-        """Forget all tokens from position `length` on. Raises ConfigError during a pass."""
+        """Forget all tokens from position `length` on; also ends a pass that was broken off.
+
+        Raises ConfigError unless every layer holds that many tokens.
+        """
         with self._lock:
             self._require_open(sequence)
             for segment in self._writer.crop(sequence, length):
@@ -194,6 +206,7 @@ class Store:
         with self._lock:
             if sequence.closed or self._closed:
                 return
+            self._require_open(sequence)
             sequence.closed = True
             self._release_views(sequence)
 
@@ -220,7 +233,7 @@ class Store:
         """
         with self._lock, torch.no_grad():
             self._require_open(sequence)
-            completed = self._writer.append(sequence, layer, _tensor(keys), _tensor(values))
+            completed = self._writer.append(sequence, layer, as_tensor(keys), as_tensor(values))
             if completed:
                 self._committer.commit(sequence)
 
@@ -249,15 +262,15 @@ class Store:
             width = self.geometry.layers[layer].key_width
             asked = Query(
                 layer,
-                _tensor(query),
+                as_tensor(query),
                 1.0 / math.sqrt(width) if scale is None else scale,
                 softcap,
-                None if keys is None else _tensor(keys),
-                None if values is None else _tensor(values),
+                None if keys is None else as_tensor(keys),
+                None if values is None else as_tensor(values),
             )
             try:
                 return self._reader.attend(sequence, asked)
-            except FormatError:
+            except (FormatError, DeviceError):
                 self._committer.quarantine(
                     [view.segment for view in sequence.views if view.segment.quarantined]
                 )
@@ -292,10 +305,23 @@ class Store:
                     f"name {held} tokens, or {held + 1} if the last was not read by the model"
                 )
             sequence.declare(named[:held])
-            self._writer.seal(sequence)
-            self._committer.commit(sequence)
+            if not self._adopt_stored(sequence, held):
+                self._writer.seal(sequence)
+                self._committer.commit(sequence)
             self._committer.set_name(name, sequence, held)
             return held
+
+    def _adopt_stored(self, sequence: Sequence, held: int) -> bool:
+        """Where the store has all tokens of a Sequence already, continue it on those Segments:
+        what is known is not written again."""
+        views = self._committer.index(sequence.provenance).match(sequence.tokens[:held])
+        if not views or views[-1].end < held or not sequence.between_passes:
+            return False
+        for view in views:
+            self._committer.acquire(view.segment)
+        self._release_views(sequence)
+        sequence.views = views
+        return True
 
     def names(self) -> list[NameRow]:
         """What was saved for this model."""
@@ -339,11 +365,6 @@ class Store:
             )
 
     def _require_open(self, sequence: Sequence | None = None) -> None:
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"this store was opened by process {self._pid}; open it again in process "
-                f"{os.getpid()}"
-            )
         if self._closed:
             raise ClosedError("this store was closed")
         while self._to_release:
@@ -352,10 +373,14 @@ class Store:
                     each.closed = True
                     self._release_views(each)
         if sequence is not None:
+            if sequence not in self._own:
+                raise ConfigError("this Sequence belongs to another store")
             sequence.require_open()
 
     def close(self) -> None:
         """Release everything. Tokens of a Tail that was not saved are forgotten."""
+        if not self._lock.is_ours:
+            return  # In a forked child, where nothing of it is open.
         with self._lock:
             if self._closed:
                 return
@@ -372,11 +397,3 @@ class Store:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _tensor(given: object) -> torch.Tensor:
-    if isinstance(given, torch.Tensor):
-        return given.detach()
-    if isinstance(given, np.ndarray):
-        return torch.from_numpy(np.ascontiguousarray(given))
-    raise ConfigError(f"a torch tensor or a numpy array is needed: got {type(given).__name__}")

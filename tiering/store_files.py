@@ -49,23 +49,32 @@ def read_settings(directory: Path) -> Settings:
     """Raises ConfigError (no store here), FormatError, VersionMismatch."""
     path = directory / SETTINGS
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
     except FileNotFoundError as error:
         raise ConfigError(f"{directory} is not a kvtier store: it has no {SETTINGS}") from error
     except OSError as error:
         raise DeviceError(f"{path}: {error.strerror}", error.errno or 0) from error
     try:
-        data: Any = yaml.safe_load(text)
-        version = int(data["layout_version"])
-        if version != LAYOUT_VERSION:
-            raise VersionMismatch(f"{path}: the store", version, LAYOUT_VERSION)
-        return Settings(
-            str(uuid.UUID(data["store_uuid"])),
-            str(data["region"]["path"]),
-            int(data["region"]["bytes"]),
-        )
-    except (yaml.YAMLError, KeyError, TypeError, ValueError, UnicodeDecodeError) as error:
-        raise FormatError(f"{path} is damaged: {error}") from error
+        return _parse_settings(yaml.safe_load(data.decode()), path)
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is damaged: {error!r}") from error
+
+
+def _parse_settings(data: Any, path: Path) -> Settings:
+    """Raises KeyError, TypeError or ValueError for what `write_settings` never writes."""
+    version = data["layout_version"]
+    if type(version) is not int:
+        raise TypeError(f"layout_version is {version!r}, not a whole number")
+    if version != LAYOUT_VERSION:
+        raise VersionMismatch(f"{path}: the store", version, LAYOUT_VERSION)
+    region = data["region"]
+    store_uuid, region_path, region_bytes = data["store_uuid"], region["path"], region["bytes"]
+    # A digit that became another character may turn text into a number or the reverse.
+    if not isinstance(store_uuid, str) or not isinstance(region_path, str) or not region_path:
+        raise TypeError(f"store_uuid and region.path are text: got {store_uuid!r}, {region_path!r}")
+    if type(region_bytes) is not int or region_bytes <= 0:
+        raise TypeError(f"region.bytes is {region_bytes!r}, not a size in bytes")
+    return Settings(str(uuid.UUID(store_uuid)), region_path, region_bytes)
 
 
 def write_settings(directory: Path, settings: Settings) -> None:
@@ -93,24 +102,26 @@ def write_settings(directory: Path, settings: Settings) -> None:
 
 
 def prepare_directory(directory: Path) -> None:
-    """Make the directory of a new store, mode 0700, or clear what a cut creation left in it.
-
-    Raises ConfigError when other files lie there.
-    """
+    """Make the directory of a new store, mode 0700. Raises ConfigError when other files lie there,
+    DeviceError."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = {each.name for each in directory.iterdir()}
     except FileExistsError as error:
         raise ConfigError(f"{directory} is a file: a store is a directory") from error
     except OSError as error:
         raise DeviceError(f"{directory}: {error.strerror}", error.errno or 0) from error
-    found = {each.name for each in directory.iterdir()}
     if found - OWN_FILES:
         raise ConfigError(
             f"{directory} is not a kvtier store and not empty "
             f"(found {sorted(found - OWN_FILES)[0]!r}): name an empty or new directory"
         )
-    for name in found - {LOCK}:
-        (directory / name).unlink()
+
+
+def clear_leftovers(directory: Path) -> None:
+    """Remove what a cut creation left in a locked directory that is no store."""
+    for name in OWN_FILES - {LOCK}:
+        (directory / name).unlink(missing_ok=True)
 
 
 def lock(directory: Path) -> StoreLock:

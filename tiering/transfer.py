@@ -208,10 +208,21 @@ class Mover:
         segment.filled[layer] = last
 
     def tensors(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values that a growing unit has in HOT, in the order of positions."""
+        """Keys and values that a unit has in HOT, in the order of positions."""
         hot = self.residency.hot
         tokens = unit.segment.filled[unit.layer]
         frames = hot.frames[unit.layer][unit.segment.slot, :, : pages_of(tokens)]
         assert (frames != NO_FRAME).all()
         index = torch.from_numpy(frames.astype(np.int64))
-        return gather(hot.tier.memory(unit.layer), index, self.geometry.layers[unit.layer], tokens)
+        keys, values = gather(
+            hot.tier.memory(unit.layer), index, self.geometry.layers[unit.layer], tokens
+        )
+        order = unit.segment.orders[unit.layer]
+        if order is None:
+            return keys, values
+        # A unit that was written lies in the order that its placement chose.
+        places = torch.from_numpy(np.argsort(order, axis=1))[:, :, None]
+        return (
+            keys.gather(1, places.expand(-1, -1, keys.shape[2])),
+            values.gather(1, places.expand(-1, -1, values.shape[2])),
+        )

@@ -52,6 +52,7 @@ class Writer:
         self.extents = extents
         self.growing: set[Sequence] = set()
         """Sequences that may have a Tail."""
+        self._last_layer = 0
 
     # ---- append -----------------------------------------------------------------------------
 
@@ -66,8 +67,11 @@ class Writer:
         self._check(layer, keys, values)
         count = keys.shape[1]
         if sequence.between_passes:
-            self.residency.begin_pass()
             self._secure_room(sequence, count)
+        if layer < self._last_layer:
+            # The rows of a batch go through the layers together: one pass, not one for each.
+            self.residency.begin_pass()
+        self._last_layer = layer
         self.growing.add(sequence)
         whole: list[UnitWrite] = []
         done = 0
@@ -215,9 +219,13 @@ class Writer:
         )
 
     def _sealable(self) -> list[Sequence]:
-        """Sequences whose Tail may be sealed now, the longest Tail first."""
+        """Sequences whose Pages in HOT alone may be written now, the longest Tail first."""
         return sorted(
-            (each for each in self.growing if each.tail and each.between_passes),
+            (
+                each
+                for each in self.growing
+                if each.between_passes and (each.tail or not each.written)
+            ),
             key=lambda each: each.length() - each.sealed_tokens,
             reverse=True,
         )
@@ -257,20 +265,20 @@ class Writer:
 
     # ---- copy-on-write ----------------------------------------------------------------------
 
-    def fork(self, sequence: Sequence) -> Sequence:
-        """A second Sequence with the same tokens."""
+    def fork(self, sequence: Sequence, twin: Sequence) -> None:
+        """Give an empty Sequence the same tokens."""
         if sequence.length() - sequence.sealed_tokens >= FORK_COPY_TOKENS_MAX:
             self.freeze(sequence)
         elif not sequence.between_passes:
             raise ConfigError("a sequence can be forked only between passes")
-        twin = Sequence(sequence.layers, sequence.provenance)
         twin.tokens = sequence.tokens
         twin.views = list(sequence.views)
         for view in twin.views:
             view.segment.references += 1
+        # What is shared but not written yet stays sealable when the original is gone.
+        self.growing.add(twin)
         if sequence.tail:
             self._copy_into_tail(twin, sequence.tail[0], sequence.tail[0].filled[0])
-        return twin
 
     def _copy_into_tail(self, sequence: Sequence, source: Segment, count: int) -> None:
         """Give a Sequence without Tail the first tokens of a Segment, as its own."""
@@ -282,26 +290,26 @@ class Writer:
             self.append(sequence, layer, keys[:, :count], values[:, :count])
 
     def crop(self, sequence: Sequence, length: int) -> list[Segment]:
-        """Forget tokens from `length` on; returns the Segments that this Sequence let go."""
-        held = sequence.length()
-        if not sequence.between_passes or not 0 <= length <= held:
+        """Forget tokens from `length` on; returns the Segments that this Sequence let go.
+
+        During a pass, `length` may be at most what every layer holds: that abandons the pass.
+        """
+        held = int(sequence.lengths.min())
+        if not 0 <= length <= held:
             raise ConfigError(f"cannot crop to {length} tokens: {held} are held")
-        released: list[Segment] = []
+        if length == held and sequence.between_passes:
+            return []
         sequence.reserved_bytes = 0
         sequence.tokens = sequence.tokens[:length]
-        cut: Segment | None = None
-        if sequence.tail and length < held:
-            cut = sequence.tail.pop()
-        while sequence.views and length <= sequence.views[-1].segment.start:
-            released.append(sequence.views.pop().segment)
-        if sequence.views and length < sequence.views[-1].end:
-            last = sequence.views.pop().segment
-            if last.catalog_id is not None:
-                sequence.views.append(SegmentView(last, length - last.start))
-            else:
-                cut, released = last, [*released, *([cut] if cut else [])]
-        if cut is not None:
-            if length > cut.start:
-                self._copy_into_tail(sequence, cut, length - cut.start)
-            released.append(cut)
-        return released
+        dropped = sequence.tail
+        sequence.tail = []
+        while sequence.views and sequence.views[-1].end > length:
+            last = sequence.views.pop()
+            dropped.insert(0, last.segment)
+        cut = next((each for each in dropped if each.start < length), None)
+        if cut is not None and cut.catalog_id is not None:
+            sequence.views.append(SegmentView(cut, length - cut.start))
+            dropped.remove(cut)
+        elif cut is not None:
+            self._copy_into_tail(sequence, cut, length - cut.start)
+        return dropped

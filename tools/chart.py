@@ -27,6 +27,7 @@ def draw(result: "DemoResult", path: Path) -> None:
         fontsize=13,
         color=INK,
         weight="bold",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )
     axes.invert_yaxis()
     axes.set_xlim(0, max(seconds) * 1.16)

@@ -107,8 +107,10 @@ def run(options: DemoOptions) -> DemoResult:
     log = DEFAULT_FOLDER / "worker.log"
     log.unlink(missing_ok=True)
     with stages(f"model: {source.name}, from {source.origin}") as shown:
-        if source.kind == "gguf":
+        if not model_source.is_prepared(source):
+            shown.say("starting a process that converts the model")
             _work("prepare", options, folder, log, shown)
+        shown.say("starting the first process")
         cold = _work("cold", options, folder, log, shown)
         shown.say("that process has ended; a new one starts")
         restored = _work("restored", options, folder, log, shown)

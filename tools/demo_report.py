@@ -29,6 +29,7 @@ def show(result: DemoResult, chart: Path) -> None:
 
 def _rows(result: DemoResult) -> list[tuple[str, str]]:
     direct = "direct I/O" if result.direct_io else f"buffered ({result.direct_io_reason})"
+    limit = human_bytes(result.hot_limit_bytes)
     return [
         ("prompt", f"{result.prompt_tokens:,} tokens"),
         ("prefill, from nothing", f"{result.prefill_s:.2f} s"),
@@ -38,7 +39,7 @@ def _rows(result: DemoResult) -> list[tuple[str, str]]:
         ("bytes on the device", _both(result.device_bytes)),
         ("of which KV of the prompt", _both(result.kv_bytes)),
         ("bytes in the page cache", _both(result.page_cache_bytes)),
-        ("hot bytes, maximum", f"{_both(result.hot_bytes_max)} of {_both(result.hot_limit_bytes)}"),
+        ("hot memory, maximum", f"{human_bytes(result.hot_bytes_max)} of {limit}"),
         ("engine", f"{result.engine}, {direct}"),
     ]
 

@@ -158,19 +158,19 @@ class Session:
         ids = torch.tensor([row])
         clock = FirstToken()
         start = time.perf_counter()
-        cache = TieredCache(store, ids)
-        restored = cache.restored_tokens
-        if save and restored:
-            raise ConfigError(
-                f"the store {self.task.store} already holds {restored} of the {len(row)} prompt "
-                "tokens, so the first question would not start from nothing. "
-                "Give --store an empty or new folder"
-            )
-        output = self._generate(ids, cache, clock)
-        assert clock.at is not None
-        if save:
-            self.say("saving to the drive")
-            cache.save(SAVED_NAME, tokens=output)
+        with TieredCache(store, ids) as cache:
+            restored = cache.restored_tokens
+            if save and restored:
+                raise ConfigError(
+                    f"the store {self.task.store} already holds {restored} of the {len(row)} "
+                    "tokens of the prompt, so the first question would not start from nothing. "
+                    "Give --store an empty or new folder"
+                )
+            output = self._generate(ids, cache, clock)
+            assert clock.at is not None
+            if save:
+                self.say("saving to the drive")
+                cache.save(SAVED_NAME, tokens=output)
         return output[0].tolist(), clock.at - start, restored
 
     def compare(

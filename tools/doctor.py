@@ -9,6 +9,7 @@ import os
 import sys
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,21 @@ def render(found: Diagnosis) -> str:
         lines += ["only if all of this is the same for it:" if found.fingerprints else "(empty)"]
     for row in found.fingerprints:
         lines += ["", f"{row.hex}  {row.segments} segments, {row.tokens} tokens"]
-        lines += [f"  {key} = {json.dumps(value)}" for key, value in row.description.items()]
+        lines += [f"  {key} = {_short(value)}" for key, value in row.description.items()]
     return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    """JSON, with a run of equal items of a list written once: [24 x [2, 64, 64, null]]."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_short(item)}" for key, item in value.items()) + "}"
+    if not isinstance(value, list):
+        return json.dumps(value)
+    shown: list[str] = []
+    for text, run in groupby(_short(item) for item in value):
+        count = len(list(run))
+        shown += [text] * count if count < 3 else [f"{count} x {text}"]
+    return "[" + ", ".join(shown) + "]"
 
 
 def _versions() -> dict[str, str | None]:

@@ -19,7 +19,7 @@ SHIPPED_TOPICS = ("try", "raise")
 SHIPPED_QUESTIONS = (
     "When is the else clause executed?",
     "Which exception does an empty raise re-raise?",
-    "What happens to the target name at the end of an except clause?",
+    "What does a bare except clause match?",
 )
 GENERAL_QUESTIONS = (
     "What is this text about? Answer in one sentence.",

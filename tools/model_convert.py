@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvtier.errors import ConfigError
-from kvtier.tools.model_source import ModelSource, Progress
+from kvtier.tools.model_source import ModelSource, Progress, converted_folder
 
 CHUNK_BYTES = 8 << 20
 TEMPORARY_PREFIX = ".converting-"
@@ -29,7 +29,7 @@ def convert(source: ModelSource, cache_folder: Path, progress: Progress) -> Path
     Raises ConfigError if the parts do not have the expected sha256.
     """
     sha256 = source.sha256 or _digest(source, None, progress)
-    target = cache_folder / f"{source.name}-{sha256[:8]}-float32"
+    target = converted_folder(source.name, sha256, cache_folder)
     if target.is_dir():
         return target
     cache_folder.mkdir(parents=True, exist_ok=True)

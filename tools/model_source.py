@@ -118,6 +118,20 @@ def prepare(source: ModelSource, progress: Progress, cache_folder: Path | None =
     return convert(source, cache_folder or default_cache_folder(), progress)
 
 
+def is_prepared(source: ModelSource, cache_folder: Path | None = None) -> bool:
+    """Whether `load` can begin at once; False also where only reading the file would tell."""
+    if source.kind != "gguf":
+        return True
+    if source.sha256 is None:
+        return False
+    return converted_folder(source.name, source.sha256, cache_folder).is_dir()
+
+
+def converted_folder(name: str, sha256: str, cache_folder: Path | None = None) -> Path:
+    """Where the converted form of a GGUF file lies, or will lie."""
+    return (cache_folder or default_cache_folder()) / f"{name}-{sha256[:8]}-float32"
+
+
 def default_cache_folder() -> Path:
     """The folder that holds converted models: $XDG_CACHE_HOME/kvtier/models or ~/.cache/..."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -1,6 +1,5 @@
 """What `kvtier ls` and `kvtier verify` print for people."""
 
-import time
 from typing import TYPE_CHECKING
 
 from kvtier.tools.text_table import human_bytes, table
@@ -24,7 +23,7 @@ def listing_text(store: "StoreDescription") -> str:
         return "\n".join([*lines, "nothing is stored"])
     if store.names:
         rows = [
-            (n.name, n.tokens, "held" if n.held else "", _when(n.created), n.fingerprint[:12])
+            (n.name, n.tokens, "held" if n.held else "", n.created, n.fingerprint[:12])
             for n in store.names
         ]
         lines += [table(("name", "tokens", "", "saved", "fingerprint"), rows), ""]
@@ -60,7 +59,3 @@ def report_text(report: "Report") -> str:
     count = len(report.findings)
     lines.append("nothing found" if report.ok else f"{count} finding{'s' if count > 1 else ''}")
     return "\n".join(lines)
-
-
-def _when(created: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))

@@ -41,6 +41,7 @@ def tiered_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    *,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -81,8 +82,8 @@ def _plain_mask(
         return padding
     if padding is not None and padding.shape[1] != held:
         raise NotImplementedError(
-            f"a cache of fixed length ({held}) with attention 'kvtier': call "
-            "model.set_attn_implementation('sdpa')"
+            f"an attention_mask of {padding.shape[1]} tokens for {held} keys with attention "
+            "'kvtier': pass one of all tokens"
         )
     cut = window is not None and held > window
     if padding is None and not cut and count in (1, held):
@@ -101,18 +102,28 @@ def padding_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
+    *,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
     attention_mask: torch.Tensor | None = None,
-    use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
     """The padding alone, [batch, keys]; causality and windows are the attention function's."""
-    if use_vmap:
+    if int(q_offset) + q_length != kv_offset + kv_length:
         raise NotImplementedError(
-            "attention 'kvtier' takes causal and sliding-window masks, not custom overlays"
+            f"a cache of fixed length ({kv_length}) with attention 'kvtier': call "
+            "model.set_attn_implementation('sdpa')"
+        )
+    # The library forbids the skip wherever the mask is more than causality and a window.
+    if not allow_is_causal_skip:
+        raise NotImplementedError(
+            "attention 'kvtier' takes causal and sliding-window masks, not packed sequences, "
+            "blocks or custom overlays"
         )
     if attention_mask is None:
         return None
-    return attention_mask[:, -kv_length:]
+    return attention_mask[:, kv_offset : kv_offset + kv_length]
 
 
 def register() -> None:

@@ -56,14 +56,14 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"a batch of {len(key_states)} rows, but this cache was made for "
                 f"{len(rows.sequences)}"
             )
-        at, count = rows.columns[self.layer], key_states.shape[2]
+        count = key_states.shape[2]
+        at = rows.advance(self.layer, count)
         for row, (pad, sequence) in enumerate(zip(rows.pads, rows.sequences, strict=True)):
             skip = min(max(pad - at, 0), count)
             if skip < count:
                 rows.store.append(
                     sequence, self.layer, key_states[row, :, skip:], value_states[row, :, skip:]
                 )
-        rows.columns[self.layer] = at + count
         tagged = key_states.view_as(key_states)
         setattr(tagged, attention.TAG, self)
         return tagged, value_states
@@ -84,6 +84,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ) -> torch.Tensor:
         rows, (keys, values) = self.rows, chunk
         self._check_mask(attention_mask)
+        rows.unattended = None
         batch, heads, count, _ = query.shape
         at = rows.columns[self.layer] - count
         out = query.new_zeros(batch, count, heads, values.shape[3])
@@ -150,7 +151,8 @@ class TieredCache(Cache):
         ids = as_batch(input_ids, "input_ids")
         pads = left_pads(ids, attention_mask)
         masked = [int(ids[row, 0]) for row, pad in enumerate(pads) if pad]
-        self.pad_token = masked[0] if masked else None
+        self.pad_token: int | None = masked[0] if masked else getattr(store, "pad_token", None)
+        """What follows a row that ended before others; set it where `generate` is told another."""
         streams = [ids[row, pad:] for row, pad in enumerate(pads)]
         self.restored_tokens = 0
         """Columns that the model need not compute."""
@@ -177,28 +179,45 @@ class TieredCache(Cache):
         for pad, stream, sequence in zip(rows.pads, streams, rows.sequences, strict=True):
             store.crop(sequence, max(0, columns - pad))
             store.name_tokens(sequence, stream)
-        rows.columns = [columns] * len(rows.columns)
+        rows.rewind(columns)
         self.restored_tokens = columns
 
     # ---- what the library calls -------------------------------------------------------------
 
-    def observe(self, input_ids: torch.Tensor) -> None:
+    def observe(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> None:
         """The model is about to read these ids [batch, n]: they continue every row.
 
         A batch that is a multiple of this cache's (beams, several answers) repeats its rows.
-        Raises ConfigError where they are not the ids that this cache was made for.
+        Raises ConfigError where they are not the ids that this cache was made for, or not at
+        their positions.
         """
         rows = self.rows
+        rows.require_between_passes()
         ids = as_batch(input_ids, "input_ids")
         repeats, rest = divmod(len(ids), len(rows.sequences))
         if repeats > 1 and not rest:
             self.batch_repeat_interleave(repeats)
+        if len(ids) != len(rows.sequences):
+            raise ConfigError(
+                f"a batch of {len(ids)} rows, but this cache was made for {len(rows.sequences)}"
+            )
+        rows.check_positions(position_ids, ids.shape[1])
         at = rows.columns[0]
         for row, (pad, sequence) in enumerate(zip(rows.pads, rows.sequences, strict=True)):
-            new = ids[row, max(pad - at, 0) :] if len(ids) == len(rows.sequences) else ids[:0, 0]
+            new = ids[row, max(pad - at, 0) :]
             known = sequence.tokens[: sequence.length()]
             if len(new) and len(known) == sequence.length():
                 rows.store.name_tokens(sequence, np.concatenate([known, new]))
+        rows.announce(ids.shape[1])
+
+    def columns_read_again(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> int:
+        """How many of these ids [batch, n], from the left, the cache holds, if their positions
+        say that they begin at the beginning: assisted decoding passes a prompt as a whole,
+        whatever the cache holds of it."""
+        rows, ids = self.rows, as_batch(input_ids, "input_ids")
+        if position_ids is None or len(ids) != len(rows.sequences) or not rows.hold(ids):
+            return 0
+        return rows.columns[0] if rows.positions_fit(position_ids, 0, ids.shape[1]) else 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.rows.columns[layer_idx]
@@ -216,7 +235,7 @@ class TieredCache(Cache):
             raise ConfigError(f"cannot remove {-tokens_to_remove} of {rows.columns[0]} tokens")
         for pad, sequence in zip(rows.pads, rows.sequences, strict=True):
             rows.store.crop(sequence, max(0, columns - pad))
-        rows.columns = [columns] * len(rows.columns)
+        rows.rewind(columns)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.rows.rearrange(beam_idx.tolist())
@@ -232,6 +251,8 @@ class TieredCache(Cache):
     def reset(self) -> None:
         """Forget everything; the rows and their padding stay."""
         self.crop(-self.rows.columns[0])
+        for sequence in self.rows.sequences:
+            sequence.tokens = sequence.tokens[:0]
 
     # ---- what kvtier adds -------------------------------------------------------------------
 
@@ -239,7 +260,7 @@ class TieredCache(Cache):
         """A second cache with the same tokens, sharing all that is sealed."""
         rows = self.rows
         twin = Rows(rows.store, list(rows.pads), [rows.store.fork(s) for s in rows.sequences])
-        twin.columns = list(rows.columns)
+        twin.rewind(rows.columns[0])
         cache = copy.copy(self)
         cache._setup(twin)
         return cache
@@ -269,7 +290,7 @@ class TieredCache(Cache):
         rows = self.rows
         if tokens is None:
             return sum(
-                rows.store.save(sequence, self._row_name(name, row))
+                self._save_row(name, row, sequence.tokens.astype(np.int64))
                 for row, sequence in enumerate(rows.sequences)
             )
         ids = as_batch(tokens, "tokens")
@@ -279,15 +300,14 @@ class TieredCache(Cache):
                 f"tokens {list(ids.shape)} do not fit the KV held: {len(rows.sequences)} rows of "
                 f"{held} tokens (or {held + 1}, the last not read by the model)"
             )
-        return sum(self._save_row(name, row, ids[row]) for row in range(len(ids)))
+        return sum(self._save_row(name, row, ids[row, pad:]) for row, pad in enumerate(rows.pads))
 
     def _row_name(self, name: str, row: int) -> str:
         return name if len(self.rows.sequences) == 1 else f"{name}/{row}"
 
-    def _save_row(self, name: str, row: int, ids: Ids) -> int:
+    def _save_row(self, name: str, row: int, stream: Ids) -> int:
         rows = self.rows
         sequence = rows.sequences[row]
-        stream = ids[rows.pads[row] :]
         end = self._end(stream)
         row_name = self._row_name(name, row)
         if end == len(stream):

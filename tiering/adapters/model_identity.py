@@ -34,6 +34,10 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
     """The KV shapes of every layer. Raises NotImplementedError, naming the layer kind, for
     models that keep other state than keys and values, or share it between layers."""
     config: Any = model.config.get_text_config(decoder=True)
+    if model.device.type != "cpu":
+        raise NotImplementedError(
+            f"the model is on {model.device}: GPU tiers are not built yet, use model.to('cpu')"
+        )
     dtypes = {value: name for name, value in TORCH_DTYPES.items()}
     if model.dtype not in dtypes:
         raise ConfigError(f"the model computes in {model.dtype}: kvtier keeps {list(TORCH_DTYPES)}")
@@ -41,6 +45,8 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
         config, "use_bidirectional_attention", False
     ):
         raise NotImplementedError("a model whose attention is not causal has no KV to reuse")
+    if model.config.is_encoder_decoder:
+        raise NotImplementedError("an encoder-decoder model has KV that depends on its encoder")
     if getattr(config, "kv_lora_rank", None):
         raise NotImplementedError("latent attention (MLA) models are not supported yet")
     kinds, options = get_layer_types_and_kwargs(config)
@@ -87,18 +93,13 @@ def fingerprint_of(model: PreTrainedModel, geometry: Geometry, namespace: str) -
 
 def weights_digest(model: torch.nn.Module) -> str:
     """xxh3-128 over name, shape, dtype and bytes of every parameter and buffer (rotary
-    frequencies are among the buffers). Cached on the model until a weight is changed in place."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    state = tuple((name, each.data_ptr(), each._version) for name, each in tensors)
-    cached = getattr(model, "_kvtier_weights", None)
-    if cached is not None and cached[0] == state:
-        return str(cached[1])
+    frequencies are among the buffers). Never cached: a change made through `.data`, as adapters
+    are merged, leaves no trace to tell an old digest by."""
     digest = xxhash.xxh3_128()
-    for name, each in tensors:
+    for name, each in [*model.named_parameters(), *model.named_buffers()]:
         digest.update(f"{name} {list(each.shape)} {each.dtype};".encode())
         data = each.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(data.numpy().data)
-    model._kvtier_weights = (state, digest.hexdigest())  # type: ignore[assignment]
     return digest.hexdigest()
 
 

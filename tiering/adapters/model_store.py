@@ -1,11 +1,15 @@
 """A store opened for a Hugging Face model: identity read off it, attention set, tokens watched."""
 
+import inspect
+import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from kvtier.errors import ConfigError
 from kvtier.tiering.adapters import attention
 from kvtier.tiering.adapters.huggingface import TieredCache
 from kvtier.tiering.adapters.model_identity import fingerprint_of, geometry_of
@@ -14,26 +18,96 @@ from kvtier.tiering.store import Store
 
 OTHER_INPUTS = ("inputs_embeds", "pixel_values", "input_features", "encoder_outputs")
 """Inputs of a forward pass that are not token ids, and so are not in a name made of those."""
+USERS = "_kvtier_users"
+"""Attribute of a model: the attention it had, once for every store that is open for it."""
 
 
 class ModelStore(Store):
-    """A Store opened for a model, whose attention is "kvtier" while the store is open."""
+    """A Store opened for a model, whose attention is "kvtier" while such a store is open."""
 
-    _undo: list[Any]
+    model: PreTrainedModel
+    _hook: RemovableHandle | None = None
 
     def attach(self, model: PreTrainedModel) -> None:
-        """Set the model's attention, and watch which tokens it is given."""
+        """Set the model's attention, and watch which tokens it is given.
+
+        Raises NotImplementedError for a model whose attention cannot be set.
+        """
         attention.register()
-        before = model.config._attn_implementation
-        hook = model.register_forward_pre_hook(_observe, with_kwargs=True)
+        self.model = model
+        users: list[str] = getattr(model, USERS, [])
+        before = users[0] if users else model.config._attn_implementation
         model.set_attn_implementation(attention.NAME)
-        self._undo = [hook.remove, lambda: model.set_attn_implementation(before)]
+        if model.config._attn_implementation != attention.NAME:
+            raise NotImplementedError(
+                f"{type(model).__name__} computes its attention itself: it cannot be set"
+            )
+        setattr(model, USERS, [*users, before])
+        store = weakref.ref(self)
+
+        def watch(
+            module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            # A weak reference: the model must neither keep a store open nor copy it.
+            opened = store()
+            return None if opened is None else opened.watch(module, args, kwargs)
+
+        self._hook = model.register_forward_pre_hook(watch, with_kwargs=True)
 
     def close(self) -> None:
-        undo, self._undo = getattr(self, "_undo", []), []
-        for each in undo:
-            each()
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook.remove()
+            *users, before = getattr(self.model, USERS)
+            setattr(self.model, USERS, users)
+            if not users:
+                self.model.set_attn_implementation(before)
         super().close()
+
+    @property
+    def pad_token(self) -> int | None:
+        """What `generate` puts behind a row that ended early, unless it is told otherwise."""
+        generation: Any = self.model.generation_config
+        for name in ("pad_token_id", "eos_token_id"):
+            for each in (generation, self.model.config):
+                token = getattr(each, name, None)
+                if token is not None:
+                    return int(token[0] if isinstance(token, list) else token)
+        return None
+
+    def watch(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before each forward pass: let a TieredCache know the ids that the model will read.
+
+        Returns the arguments without what the cache holds already; None: as they are.
+        """
+        given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
+        given.update(kwargs)
+        cache = given.get("cache", given.get("past_key_values"))
+        if not isinstance(cache, TieredCache):
+            return None
+        owner = cache.rows.store
+        if getattr(owner, "model", None) is not module:
+            raise ConfigError(
+                "this cache belongs to a store that was opened for another model: its KV "
+                "would be stored under that model's fingerprint"
+            )
+        if owner is not self:
+            return None
+        for name in OTHER_INPUTS:
+            if given.get(name) is not None:
+                raise NotImplementedError(
+                    f"{name} given: KV that depends on more than token ids cannot be named by them"
+                )
+        ids, positions = given.get("input_ids"), given.get("position_ids")
+        if ids is None:
+            return None
+        again = cache.columns_read_again(ids, positions) if "input_ids" in kwargs else 0
+        if again and positions is not None:
+            ids, positions = ids[:, again:], positions[..., again:]
+        cache.observe(ids, positions)
+        return (args, {**kwargs, "input_ids": ids, "position_ids": positions}) if again else None
 
 
 def open_for_model(
@@ -43,20 +117,9 @@ def open_for_model(
     geometry = geometry_of(model)
     fingerprint = fingerprint_of(model, geometry, namespace)
     store = ModelStore.open(path, geometry, fingerprint, config)
-    store.attach(model)
+    try:
+        store.attach(model)
+    except BaseException:
+        store.close()
+        raise
     return store
-
-
-def _observe(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before each forward pass: let a TieredCache know the ids that the model will read."""
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    if not isinstance(cache, TieredCache):
-        return
-    for name in OTHER_INPUTS:
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(
-                f"{name} given: KV that depends on more than token ids cannot be named by them"
-            )
-    input_ids = kwargs.get("input_ids", args[0] if args else None)
-    if input_ids is not None:
-        cache.observe(input_ids)

@@ -1,0 +1,190 @@
+"""docs/format.md is compared with the code: a table that lies is worse than none."""
+
+import re
+import sqlite3
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier.io import catalog, catalog_schema, superblock
+from kvtier.io.alignment import GRID_BYTES
+from kvtier.tiering import extent_format, store_files
+from kvtier.tiering.chain import TOKEN_MAX
+from kvtier.tiering.extent_format import DIRECTORY_ENTRY, HEADER, HEADER_BYTES, ExtentIdentity
+from kvtier.tiering.geometry import PAGE_TOKENS, SEGMENT_TOKENS
+from tests import golden_cases
+
+TEXT = (Path(__file__).parent.parent / "docs" / "format.md").read_text(encoding="utf-8")
+Row = tuple[int, int, str]
+
+
+def section(title: str) -> str:
+    found = re.search(rf"^(#+) {re.escape(title)}$(.*?)(?=^#|\Z)", TEXT, re.M | re.S)
+    assert found is not None, f"no section {title!r}"
+    return found[2]
+
+
+def rows(title: str) -> list[Row]:
+    """(offset, size, field) of the section's table."""
+    found = re.findall(r"^\| (\d+) \| (\d+) \| (\w+) \|", section(title), re.M)
+    return [(int(offset), int(size), name) for offset, size, name in found]
+
+
+def boxed(title: str) -> list[str]:
+    """Field names in the section's diagram, in order; a field that goes on counts once."""
+    diagram = section(title).split("```")[1]
+    names: list[str] = []
+    for line in re.findall(r"^\| .*\|$", diagram, re.M):
+        for cell in line.strip("|").split("|"):
+            name = cell.split()[0]
+            if not names or names[-1] != name:
+                names.append(name)
+    return names
+
+
+def one_by_one(layout: struct.Struct) -> list[int]:
+    """Sizes of single fields: "II" and "2I" are two fields, "16s" is one."""
+    sizes: list[int] = []
+    for count, code in re.findall(r"(\d*)([a-zA-Z])", layout.format):
+        repeat = 1 if code in "sx" else int(count or 1)
+        sizes += [struct.calcsize(f"<{count if code in 'sx' else ''}{code}")] * repeat
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("title", "size"),
+    [
+        ("Superblock (4096 bytes)", superblock.SUPERBLOCK_BYTES),
+        ("Extent header (256 bytes)", HEADER_BYTES),
+        ("Page directory entry (56 bytes)", DIRECTORY_ENTRY.itemsize),
+    ],
+)
+def test_tables_have_no_gap_and_diagrams_show_the_same_fields(title: str, size: int) -> None:
+    end = 0
+    for offset, length, name in rows(title):
+        assert offset == end, name
+        end += length
+    assert end == size
+    assert boxed(title) == [name for _, _, name in rows(title)]
+
+
+def test_header_table_is_the_struct() -> None:
+    table = rows("Extent header (256 bytes)")
+    assert [size for _, size, _ in table] == one_by_one(HEADER)
+
+
+@pytest.mark.parametrize("case", golden_cases.CASES, ids=lambda case: case.name)
+def test_header_fields_lie_where_the_table_says(case: golden_cases.Case) -> None:
+    table = {name: (offset, size) for offset, size, name in rows("Extent header (256 bytes)")}
+    layer = len(case.geometry.layers) - 1
+    image = golden_cases.image_of(case, layer)
+    header = extent_format.parse_header(np.frombuffer(image, np.uint8).copy(), "doc")
+    values: dict[str, object] = {
+        name: getattr(header.identity, name) for name in ExtentIdentity.__slots__
+    }
+    values |= {
+        name: getattr(header, name)
+        for name in ("header_bytes", "payload_bytes", "payload_checksum", "layers")
+    }
+    values |= {
+        "magic": b"KVTIEREX",
+        "version": 1,
+        "kv_heads": header.geometry.kv_heads,
+        "key_width": header.geometry.key_width,
+        "value_width": header.geometry.value_width,
+        "window": header.geometry.window or 0,
+        "page_tokens": 16,
+        "dtype": {"float32": 1, "float16": 2, "bfloat16": 3}[header.dtype],
+        "pages": len(header.directory),
+        "stored_tokens": 0 if header.tokens is None else len(header.tokens),
+        "head_group": 1,
+    }
+    covered = bytearray(image[: header.header_bytes])
+    covered[248:256] = bytes(8)
+    values["checksum"] = extent_format.checksum(np.frombuffer(covered, np.uint8), 0)
+    assert set(values) == set(table)
+    for name, value in values.items():
+        offset, size = table[name]
+        stored = image[offset : offset + size]
+        if isinstance(value, int):
+            assert int.from_bytes(stored, "little") == value, name
+        else:
+            expected = value.encode() if isinstance(value, str) else value
+            assert isinstance(expected, bytes)
+            assert stored == expected.ljust(size, b"\0"), name
+
+
+def test_every_compared_field_is_listed() -> None:
+    text = " ".join(section("Extent header (256 bytes)").split())
+    listed = re.search(r"must lie here: ([\w, ]+)\.", text)
+    assert listed is not None
+    assert set(listed[1].split(", ")) == set(ExtentIdentity.__slots__)
+
+
+def test_directory_table_is_the_dtype() -> None:
+    fields = DIRECTORY_ENTRY.fields
+    assert fields is not None
+    expected = [(each[1], each[0].itemsize, name) for name, each in fields.items()]
+    assert rows("Page directory entry (56 bytes)") == expected
+    assert extent_format.NO_POSITION == 65535
+
+
+def test_superblock_fields_lie_where_the_table_says() -> None:
+    block = golden_cases.superblock()
+    data = block.pack()
+    for offset, size, name in rows("Superblock (4096 bytes)"):
+        value = int.from_bytes(data[offset : offset + size], "little")
+        if name == "magic":
+            assert data[offset : offset + size] == superblock.MAGIC
+        elif name == "store_uuid":
+            assert data[offset : offset + size].hex() == block.store_uuid.replace("-", "")
+        elif name == "checksum":
+            assert superblock.checksum_holds(data)
+        elif name == "version":
+            assert value == superblock.FORMAT_VERSION
+        elif name == "zero":
+            assert value == 0
+        else:
+            assert value == getattr(block, name), name
+
+
+def test_catalog_tables_are_the_schema() -> None:
+    connection = sqlite3.connect(":memory:")
+    connection.executescript(catalog_schema.SCHEMA)
+    actual = []
+    for table in ("meta", "fingerprint", "segment", "name"):
+        columns = connection.execute(f"PRAGMA table_info({table})").fetchall()
+        actual += [(table, column[1], column[2]) for column in columns]
+    (count,) = connection.execute(
+        "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"
+    ).fetchone()
+    connection.close()
+    assert count == 4
+    listed = re.findall(r"^\| (\w+) \| (\w+) \| ([A-Z]+) \|", section("Catalog"), re.M)
+    assert listed == actual
+
+
+@pytest.mark.parametrize(
+    ("stated", "actual"),
+    [
+        ("format version 1 ", extent_format.FORMAT_VERSION == superblock.FORMAT_VERSION == 1),
+        ("`user_version` is 1.", catalog_schema.CATALOG_VERSION == 1),
+        ('0x4B565443 ("KVTC")', int.from_bytes(b"KVTC", "big") == catalog._APPLICATION_ID),
+        ("layout_version: 1\n", store_files.LAYOUT_VERSION == 1),
+        ("The **grid** is 4096 bytes.", GRID_BYTES == 4096),
+        ("at offset 65536 and at `region_bytes - 4096`",
+         superblock.copy_offsets(1 << 30) == (0, 65536, (1 << 30) - 4096)),
+        ("| 1048576 |", superblock.DATA_START == 1048576),
+        ("1 to 512", SEGMENT_TOKENS == 512),
+        ("1 to 16", PAGE_TOKENS == 16),
+        ("1 float32, 2 float16, 3 bfloat16",
+         extent_format.DTYPE_CODES == {"float32": 1, "float16": 2, "bfloat16": 3}),
+        ("0 to 4294967294", TOKEN_MAX == 4294967294),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_numbers_are_those_of_the_code(stated: str, actual: bool) -> None:
+    assert stated in TEXT
+    assert actual
