@@ -42,9 +42,7 @@ HOT_SMALL = UNIT_BYTES + 64 * 1024
 Make = Callable[[], PreTrainedModel]
 
 
-def seeded(
-    kind: type[PreTrainedModel], config: PretrainedConfig, deviation: float = 0.25
-) -> PreTrainedModel:
+def seeded(kind: Any, config: PretrainedConfig, deviation: float = 0.25) -> PreTrainedModel:
     """A model in eval mode with seeded normal weights."""
     model: Any = kind._from_config(config)
     generator = torch.Generator().manual_seed(20)

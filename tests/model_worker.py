@@ -7,13 +7,14 @@ command, before anything is opened; the child builds its model and opens the sto
 import json
 import os
 import sys
+from itertools import count
 from typing import Any
 
 import torch
 
 import kvtier
 from kvtier.tiering.adapters.huggingface import TieredCache
-from tests.model_cases import FAMILIES, generate
+from tests.model_cases import FAMILIES, generate, prompt
 
 
 def turn(command: dict[str, Any]) -> dict[str, Any]:
@@ -41,9 +42,10 @@ def write_until_killed(command: dict[str, Any]) -> None:
     cache = TieredCache(store, ids)
     output = generate(model, ids, cache, command["new"])
     answer({"pid": os.getpid(), "saved": cache.save("before", tokens=output)})
-    while True:
-        output = generate(model, output, cache, 64)
-        answer({"held": cache.get_seq_length()})
+    for turn_number in count(1000):
+        output = torch.cat([output, prompt(turn_number, 60)], 1)
+        output = generate(model, output, cache, 4)
+        answer({"held": cache.get_seq_length(), "output": output[0].tolist()})
 
 
 def answer(message: dict[str, Any]) -> None:

@@ -1,14 +1,18 @@
-"""A second process for tests of the store: `python store_worker.py JOB DIRECTORY [SEED]`."""
+"""Second processes for tests of the store: forked ones, and this file run as a program.
+
+`python store_worker.py DIRECTORY` measures one prefill in a process that holds nothing else.
+"""
 
 import os
-import resource
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from kvtier.errors import KvtierError
 from kvtier.tiering.config import Config
 from kvtier.tiering.extent_io import bounce_bytes
 from kvtier.tiering.geometry import Geometry
@@ -38,7 +42,7 @@ def tokens_of(seed: int, number: int) -> list[int]:
     return some_tokens(560 + 37 * (number % 5), seed + number)
 
 
-def prefill_in_one_piece(directory: Path, _: int) -> None:
+def prefill_in_one_piece(directory: Path) -> None:
     """A prompt four times HOT in one pass; prints growth of memory and what it may be, in bytes."""
     kv = KV(LARGE)
     tokens = some_tokens(LARGE_TOKENS, 1)
@@ -63,24 +67,33 @@ def prefill_in_one_piece(directory: Path, _: int) -> None:
 
 
 def peak_bytes() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """The most memory that this program ever held. (getrusage counts that of its parent, too.)"""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    raise AssertionError("the kernel does not tell VmHWM")
 
 
-def open_and_say(directory: Path, uid: int) -> None:
-    """Open the store as this user and print the error that it raises."""
-    if uid:
-        os.setgroups([])
-        os.setgid(uid)
-        os.setuid(uid)
+def in_a_child(work: Callable[[], None]) -> int:
+    """Run in a forked child; its exit status, 0 if `work` returned. Never waits for ever."""
+    pid = os.fork()
+    if not pid:
+        # The thread pool of torch does not survive a fork.
+        torch.set_num_threads(1)
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    timer = threading.Timer(20.0, os.kill, (pid, 9))
+    timer.start()
     try:
-        open_store(directory, PLAIN, Config(None, hot=MIB)).close()
-    except KvtierError as error:
-        print(f"{type(error).__name__}: {error}")
-    else:
-        print("opened")
+        _, status = os.waitpid(pid, 0)
+    finally:
+        timer.cancel()
+    return os.waitstatus_to_exitcode(status)
 
-
-JOBS = {each.__name__: each for each in (prefill_in_one_piece, open_and_say)}
 
 if __name__ == "__main__":
-    JOBS[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
+    prefill_in_one_piece(Path(sys.argv[1]))

@@ -42,7 +42,7 @@ def test_three_beams_with_and_without_a_restored_prefix(family: str, tmp_path: P
             cache = TieredCache(store, ids)
             assert cache.restored_tokens == restored
             assert torch.equal(generate(model, ids, cache, 70, options), reference)
-            assert cache.layers[0].batch_size == 3
+            assert cache.batch_size == 3
             first = TieredCache(store, ids)
             generate(model, ids[:, : 60 if restored == 0 else 90], first, 1)
             first.save("prefix", tokens=ids[:, : first.get_seq_length()])
@@ -127,7 +127,7 @@ def test_rows_are_rearranged_like_those_of_a_dynamic_cache(
     family: str, change: str, argument: Any, rows: int, tmp_path: Path
 ) -> None:
     other = plain(family)
-    reference = DynamicCache(config=other.config)
+    reference: Any = DynamicCache(config=other.config)
     reference.activate_past_recording()
     model = FAMILIES[family]()
     ids = prompt(10, 75, 3)
@@ -196,7 +196,8 @@ def test_a_length_that_does_not_fit_is_refused(tmp_path: Path) -> None:
                 cache.save("a", tokens=wrong)
             assert str(list(wrong.shape)) in str(refusal.value)
             assert "2 rows of 44 tokens" in str(refusal.value)
-        for odd in (output.float(), output[None], []):
+        odds: list[Any] = [output.float(), output[None], []]
+        for odd in odds:
             with pytest.raises(kvtier.KvtierError, match="integer ids"):
                 cache.save("a", tokens=odd)
         with pytest.raises(kvtier.KvtierError, match="differ"):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvtier.errors import FormatError
 from kvtier.io.lock import StoreLock
 from kvtier.tiering.config import Config
 from kvtier.tiering.verifier import verify
@@ -84,12 +85,23 @@ def test_the_crash_test_acknowledges_something(tmp_path: Path) -> None:
 
 def test_a_store_killed_while_it_was_made_is_made_again(tmp_path: Path) -> None:
     """Settings are written last: without them the rest is a leftover, and not foreign data."""
-    with open_store(tmp_path, PLAIN) as store:
-        put(store, KV(PLAIN), "a", some_tokens(20, 1))
+    open_store(tmp_path, PLAIN).close()
     (tmp_path / "store.yaml").unlink()
     with open_store(tmp_path, PLAIN) as store:
         assert store.names() == []
         check_settled(store, tmp_path)
+
+
+def test_a_store_that_lost_its_settings_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+    with open_store(tmp_path, PLAIN) as store:
+        put(store, KV(PLAIN), "a", some_tokens(20, 1))
+    settings = (tmp_path / "store.yaml").read_bytes()
+    (tmp_path / "store.yaml").unlink()
+    with pytest.raises(FormatError, match="catalog names 1 segments"):
+        open_store(tmp_path, PLAIN)
+    (tmp_path / "store.yaml").write_bytes(settings)
+    with open_store(tmp_path, PLAIN) as store:
+        assert store.resume(some_tokens(20, 1)).length() == 20
 
 
 def test_a_store_that_another_process_is_making_is_left_alone(tmp_path: Path) -> None:

@@ -168,11 +168,20 @@ def test_directory_is_private(tmp_path: Path) -> None:
 
 
 def test_what_a_cut_creation_left_is_cleared(tmp_path: Path) -> None:
-    for name in (CATALOG, f"{CATALOG}-wal", REGION, f"{SETTINGS}.new", LOCK):
+    for name in (f"{CATALOG}-wal", REGION, f"{SETTINGS}.new", LOCK):
         (tmp_path / name).write_bytes(b"half")
+    (tmp_path / CATALOG).touch()
     files = open_files(tmp_path, SMALL)
     files.close()
     assert set(os.listdir(tmp_path)) == {SETTINGS, CATALOG, REGION, LOCK}
+
+
+def test_a_catalog_that_cannot_be_read_is_not_cleared(tmp_path: Path) -> None:
+    """It may be all that is left of a store."""
+    (tmp_path / CATALOG).write_bytes(b"half")
+    with pytest.raises(FormatError, match="not a kvtier catalog"):
+        open_files(tmp_path, SMALL)
+    assert (tmp_path / CATALOG).read_bytes() == b"half"
 
 
 def test_creation_in_progress_elsewhere_is_not_cleared(tmp_path: Path) -> None:

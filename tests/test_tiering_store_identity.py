@@ -34,18 +34,18 @@ def of_namespace(path: Path, namespace: str, region: str | None = None) -> Store
     )
 
 
-@pytest.mark.parametrize("pieces", [10**9, 700, 100])
+@pytest.mark.parametrize("pieces", [10**9, 700])
 def test_the_same_tokens_again_take_no_room(tmp_path: Path, pieces: int) -> None:
     """A116. Each time computed anew by a caller that did not ask what is stored."""
     kv, tokens = KV(PLAIN), some_tokens(8000, 1)
     with open_store(tmp_path, placement=Shuffled(1)) as store:
         put(store, kv, "first", tokens)
         used, segments = store.stats().device_bytes, store.stats().segments
-        for turn in range(5):
+        for turn in range(4):
             put(store, kv, f"n{turn}", tokens, pieces=pieces)
             assert store.stats().device_bytes == used
             assert store.stats().segments == segments
-        assert len(store.names()) == 6
+        assert len(store.names()) == 5
         check_settled(store, tmp_path)
 
 

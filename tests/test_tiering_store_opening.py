@@ -6,7 +6,6 @@ import os
 import sqlite3
 import struct
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ from kvtier.io.superblock import FORMAT_VERSION, copy_offsets
 from kvtier.tiering.config import Config
 from kvtier.tiering.store_files import LAYOUT_VERSION, read_settings
 from kvtier.tiering.verifier import verify
-from tests import store_worker
 from tests.conftest import LoopMaker
 from tests.region_cases import make_file_system, patch, peek
 from tests.store_cases import (
@@ -42,6 +40,7 @@ from tests.store_cases import (
     put,
     some_tokens,
 )
+from tests.store_worker import in_a_child
 
 OF_M = KV(PLAIN)
 TOKENS = some_tokens(1100, 1)
@@ -238,13 +237,15 @@ def test_no_permission_is_said_with_the_user_and_the_path(stored: Path, tmp_path
     for each in (stored, *stored.parents):
         if each.is_relative_to("/tmp") and each != Path("/tmp"):
             each.chmod(0o755)
-    command = [sys.executable, store_worker.__file__, "open_and_say", str(stored), str(NOBODY)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    if "PermissionError" in result.stderr:
-        pytest.skip(f"user {NOBODY} cannot read this Python")
-    assert result.stdout.startswith("DeviceError: "), result.stdout + result.stderr
-    assert "ermission denied" in result.stdout or "no permission" in result.stdout
-    assert str(stored) in result.stdout
+
+    def use() -> None:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        with pytest.raises(DeviceError, match=rf"{stored}.*[Pp]ermission denied"):
+            open_store(stored)
+
+    assert in_a_child(use) == 0
     check_whole(stored)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvtier.errors import ClosedError, ConfigError, LockedError
 from kvtier.tiering.config import Config, Engine
@@ -26,6 +25,7 @@ from tests.store_cases import (
     put,
     some_tokens,
 )
+from tests.store_worker import in_a_child
 
 THREADS = 8
 DEADLOCK_S = 60.0
@@ -69,27 +69,6 @@ def test_eight_threads_each_get_their_own(tmp_path: Path, engine: Engine) -> Non
         assert failures == []
         assert len(store.names()) == THREADS
         check_settled(store, tmp_path)
-
-
-def in_a_child(work: Callable[[], None]) -> int:
-    """Run in a forked child; its exit status, 0 if `work` returned. Never waits for ever."""
-    pid = os.fork()
-    if not pid:
-        # The thread pool of torch does not survive a fork.
-        torch.set_num_threads(1)
-        status = 1
-        try:
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    timer = threading.Timer(20.0, os.kill, (pid, 9))
-    timer.start()
-    try:
-        _, status = os.waitpid(pid, 0)
-    finally:
-        timer.cancel()
-    return os.waitstatus_to_exitcode(status)
 
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> None:

@@ -64,13 +64,6 @@ class Sequence:
         if self.closed:
             raise ClosedError("this Sequence was closed")
 
-    def growing(self, layer: int) -> Segment | None:
-        """The Segment of the Tail that this layer appends to; None: a new one is due."""
-        for segment in self.tail:
-            if segment.filled[layer] < segment.token_count:
-                return segment
-        return None
-
     def declare(self, tokens: object) -> None:
         """Name token ids from position 0 on, before or after their KV arrives.
 

@@ -119,7 +119,20 @@ def prepare_directory(directory: Path) -> None:
 
 
 def clear_leftovers(directory: Path) -> None:
-    """Remove what a cut creation left in a locked directory that is no store."""
+    """Remove what a cut creation left in a locked directory that is no store.
+
+    Raises FormatError, and removes nothing, where Segments are stored: then the settings of a
+    whole store were lost.
+    """
+    catalog_path = directory / CATALOG
+    if catalog_path.exists() and catalog_path.stat().st_size:
+        with Catalog.open(catalog_path) as catalog:
+            stored, store_uuid = len(catalog.segments()), catalog.store_uuid
+        if stored:
+            raise FormatError(
+                f"{directory} has lost its {SETTINGS}, but its catalog names {stored} segments of "
+                f"store {store_uuid}. Put the file back, or delete the directory to lose them"
+            )
     for name in OWN_FILES - {LOCK}:
         (directory / name).unlink(missing_ok=True)
 

@@ -152,10 +152,11 @@ class Mover:
         scatter(payload, layout, hot.tier.memory(unit.layer), torch.from_numpy(frames))
         hot.put(unit.layer, unit.segment.slot, 0, frames)
 
-    def keep(self, write: UnitWrite) -> None:
-        """Have a unit that was just written in HOT as well, where that costs only idle Pages."""
+    def keep(self, write: UnitWrite, *, idle_only: bool) -> None:
+        """Have a unit that was just written in HOT as well, where there can be room for it (with
+        idle_only: where that costs only idle Pages)."""
         unit = write.unit
-        if not self.make_room(self.unit_frames_bytes(unit), idle_only=True):
+        if not self.make_room(self.unit_frames_bytes(unit), idle_only=idle_only):
             return
         self._place_tensors(write)
         self.residency.touch(np.array([unit.layer]), np.array([unit.segment.slot]))

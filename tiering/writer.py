@@ -73,21 +73,62 @@ class Writer:
             self.residency.begin_pass()
         self._last_layer = layer
         self.growing.add(sequence)
-        whole: list[UnitWrite] = []
+        begun = len(sequence.tail)
+        parts = self._parts(sequence, layer, count)
+        completed = [
+            self._completed(Unit(segment, layer), keys[:, part], values[:, part])
+            for segment, part in parts
+            if segment.filled[layer] + part.stop - part.start == segment.token_count
+        ]
+        filled = [segment.filled[layer] for segment, _ in parts]
+        try:
+            # What may fail comes first, and leaves the Frames of complete units alone.
+            for segment, part in parts[len(completed) :]:
+                self._append_to_frames(sequence, segment, layer, keys[:, part], values[:, part])
+            self.extents.write(completed)
+        except BaseException:
+            for (segment, _), before in zip(parts, filled, strict=True):
+                segment.filled[layer] = before
+            self.forget(sequence.tail[begun:])
+            del sequence.tail[begun:]
+            raise
+        for each in completed:
+            self._settle(each)
+        return self._collect(sequence)
+
+    def _parts(self, sequence: Sequence, layer: int, count: int) -> list[tuple[Segment, slice]]:
+        """Which Segments `count` more tokens of a layer go to; all but the last become full."""
+        parts: list[tuple[Segment, slice]] = []
+        growing = [each for each in sequence.tail if each.filled[layer] < each.token_count]
         done = 0
         while done < count:
-            segment = sequence.growing(layer) or self._begin_segment(sequence, count - done)
+            segment = growing.pop(0) if growing else self._begin_segment(sequence, count - done)
             take = min(count - done, segment.token_count - segment.filled[layer])
-            part = slice(done, done + take)
-            if take == segment.token_count:
-                whole.append(UnitWrite(Unit(segment, layer), keys[:, part], values[:, part]))
-                segment.filled[layer] = take
-            else:
-                self._append_to_frames(sequence, segment, layer, keys[:, part], values[:, part])
+            parts.append((segment, slice(done, done + take)))
             done += take
-        if whole:
-            self._write_whole(whole)
-        return self._collect(sequence)
+        return parts
+
+    def _completed(self, unit: Unit, keys: torch.Tensor, values: torch.Tensor) -> UnitWrite:
+        """A unit made of what its Frames hold, if anything, and its last tokens."""
+        if unit.segment.filled[unit.layer]:
+            begun = self.mover.tensors(unit)
+            keys, values = torch.cat([begun[0], keys], 1), torch.cat([begun[1], values], 1)
+        return UnitWrite(unit, keys, values)
+
+    def _settle(self, write: UnitWrite) -> None:
+        """After a complete unit was written: it is clean, and its Frames are as on the device."""
+        segment, layer = write.unit.segment, write.unit.layer
+        segment.filled[layer] = segment.token_count
+        self.residency.on_nvme[layer, segment.slot] = True
+        was_hot = bool(self.residency.hot.pages[layer, segment.slot])
+        self.residency.hot.drop(layer, segment.slot)
+        self.mover.keep(write, idle_only=not was_hot)
+
+    def forget(self, segments: list[Segment]) -> None:
+        """Give up Segments that nobody else has seen."""
+        for segment in segments:
+            self.extents.free(segment)
+            self.residency.give_slot(segment.slot)
 
     def _check(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not 0 <= layer < len(self.geometry.layers):
@@ -140,20 +181,6 @@ class Writer:
             0, sequence.reserved_bytes - taken * self.geometry.frame_bytes(layer)
         )
         self.residency.touch(np.array([layer]), np.array([segment.slot]))
-        if segment.filled[layer] == segment.token_count:
-            self._write_from_frames(segment, layer)
-
-    def _write_whole(self, writes: list[UnitWrite]) -> None:
-        """Complete units straight from the model's tensors: no Frame is needed to store them."""
-        try:
-            self.extents.write(writes)
-        except BaseException:
-            for each in writes:
-                each.unit.segment.filled[each.unit.layer] = 0
-            raise
-        for each in writes:
-            self.residency.on_nvme[each.unit.layer, each.unit.segment.slot] = True
-            self.mover.keep(each)
 
     def _write_from_frames(self, segment: Segment, layer: int) -> None:
         unit = Unit(segment, layer)
@@ -297,11 +324,12 @@ class Writer:
         held = int(sequence.lengths.min())
         if not 0 <= length <= held:
             raise ConfigError(f"cannot crop to {length} tokens: {held} are held")
+        before = list(sequence.views), sequence.tail, sequence.tokens
+        sequence.tokens = sequence.tokens[:length]
         if length == held and sequence.between_passes:
             return []
         sequence.reserved_bytes = 0
-        sequence.tokens = sequence.tokens[:length]
-        dropped = sequence.tail
+        dropped = list(sequence.tail)
         sequence.tail = []
         while sequence.views and sequence.views[-1].end > length:
             last = sequence.views.pop()
@@ -311,5 +339,12 @@ class Writer:
             sequence.views.append(SegmentView(cut, length - cut.start))
             dropped.remove(cut)
         elif cut is not None:
-            self._copy_into_tail(sequence, cut, length - cut.start)
+            kept = len(sequence.views)
+            try:
+                self._copy_into_tail(sequence, cut, length - cut.start)
+            except BaseException:
+                copies = [view.segment for view in sequence.views[kept:]]
+                self.forget([*copies, *sequence.tail])
+                sequence.views, sequence.tail, sequence.tokens = before
+                raise
         return dropped

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvtier.errors import ConfigError
 from kvtier.tiering.adapters import attention
 from kvtier.tiering.adapters.batch import Ids, Rows, as_batch, left_pads, shared_columns
+from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.store import Store
 
 
@@ -38,6 +39,8 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.window = rows.store.geometry.layers[layer].window
         self.is_sliding = self.window is not None
         self.is_initialized = True
+        self._given: torch.Tensor | None = None
+        """Values of the pass under way, until their attention is asked for."""
 
     @property
     def batch_size(self) -> int:
@@ -66,6 +69,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 )
         tagged = key_states.view_as(key_states)
         setattr(tagged, attention.TAG, self)
+        self._given = value_states
         return tagged, value_states
 
     def require_window(self, window: int | None) -> None:
@@ -84,6 +88,11 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ) -> torch.Tensor:
         rows, (keys, values) = self.rows, chunk
         self._check_mask(attention_mask)
+        given, self._given = self._given, None
+        if values is not given:
+            raise NotImplementedError(
+                f"layer {self.layer} attends to other values than it gave to its cache"
+            )
         rows.unattended = None
         batch, heads, count, _ = query.shape
         at = rows.columns[self.layer] - count
@@ -206,9 +215,15 @@ class TieredCache(Cache):
         for row, (pad, sequence) in enumerate(zip(rows.pads, rows.sequences, strict=True)):
             new = ids[row, max(pad - at, 0) :]
             known = sequence.tokens[: sequence.length()]
-            if len(new) and len(known) == sequence.length():
+            if len(new) and len(known) == sequence.length() and not self._ended(sequence, new):
                 rows.store.name_tokens(sequence, np.concatenate([known, new]))
         rows.announce(ids.shape[1])
+
+    def _ended(self, sequence: Sequence, new: Ids) -> bool:
+        """Whether a row of a batch is fed padding because others go on. Such tokens are left
+        without names, and what has no name is not committed."""
+        generated = len(sequence.tokens) == sequence.length() > 0
+        return generated and len(self.rows.pads) > 1 and new.tolist() == [self.pad_token]
 
     def columns_read_again(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> int:
         """How many of these ids [batch, n], from the left, the cache holds, if their positions
@@ -310,8 +325,8 @@ class TieredCache(Cache):
         sequence = rows.sequences[row]
         end = self._end(stream)
         row_name = self._row_name(name, row)
-        if end == len(stream):
-            return rows.store.save(sequence, row_name, stream)
+        if end >= sequence.length():
+            return rows.store.save(sequence, row_name, stream[: sequence.length()])
         # The row ended before others of its batch: what follows is padding.
         ended = rows.store.fork(sequence)
         try:

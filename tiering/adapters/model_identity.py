@@ -52,6 +52,11 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
     kinds, options = get_layer_types_and_kwargs(config)
     layers = []
     for index, (kind, option) in enumerate(zip(kinds, options, strict=True)):
+        if kind == "dummy":
+            raise NotImplementedError(
+                f"layer {index} keeps no KV of its own: it shares another layer's, or does not "
+                "attend"
+            )
         if kind not in LAYER_KINDS:
             raise NotImplementedError(
                 f"layer {index} is of kind {kind!r}: kvtier takes {' and '.join(LAYER_KINDS)}"
