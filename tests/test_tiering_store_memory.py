@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from kvtier.errors import CapacityError, ConfigError
+from kvtier.tiering import extent_io
 from kvtier.tiering.config import Config, Engine
 from kvtier.tiering.geometry import SEGMENT_TOKENS, Geometry
-from kvtier.tiering.writer import hot_bytes_min
+from kvtier.tiering.writer import hot_bytes_min, unit_bytes_max
 from tests import store_worker
 from tests.store_cases import (
     GEOMETRIES,
@@ -64,6 +65,21 @@ def test_a_context_four_times_hot_is_decoded_exactly(
         assert stats.pages_evicted > 0
         store.release(sequence)
         check_settled(store, tmp_path)
+
+
+def test_a_group_that_takes_several_batches_to_read_stays_in_hot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading the last unit of a group must not evict the first one, read a batch before."""
+    monkeypatch.setattr(extent_io, "BATCH_BYTES", 1)
+    kv, tokens = KV(PLAIN), some_tokens(2100, 11)
+    hot = hot_bytes_min(PLAIN) + 2 * unit_bytes_max(PLAIN)
+    with open_store(tmp_path, PLAIN, Config("32MiB", hot=hot)) as store:
+        sequence = store.sequence()
+        extend(store, kv, sequence, tokens)
+        for _ in range(3):
+            check_everywhere(store, kv, sequence, tokens)
+        assert store.stats().pages_evicted > 0
 
 
 def test_the_least_memory_suffices_for_many_sequences_at_once(tmp_path: Path) -> None:

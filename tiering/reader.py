@@ -26,7 +26,9 @@ from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.transfer import Mover
 
 GROUP_PAGES = 128
-"""Columns attended to at a time: 2,048 tokens."""
+"""Columns attended to at a time by many queries: 2,048 tokens, so that masks stay small."""
+GROUP_PAGES_ONE_QUERY = 1024
+"""Columns attended to at a time by one query: 16,384 tokens, so that calls are few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,8 @@ class Reader:
             )
         parts: list[Partial] = []
         past = length
-        if query.keys is not None and query.values is not None:
+        # One token's own key lies in HOT with the rest: a part of its own would cost a merge.
+        if count > 1 and query.keys is not None and query.values is not None:
             past = length - count
             parts.append(
                 dense_causal_attention(
@@ -119,9 +122,10 @@ class Reader:
         first = 0 if shape.window is None else max(0, length - count - shape.window + 1)
         columns = sequence.table.columns(layer, sequence.views, sequence.tail)
         columns = columns.between(layer, first, past)
+        size = GROUP_PAGES_ONE_QUERY if count == 1 else GROUP_PAGES
         at = 0
         while at < len(columns):
-            group = columns.part(slice(at, at + GROUP_PAGES))
+            group = columns.part(slice(at, at + size))
             owners = list(dict.fromkeys(group.owner.tolist()))
             units = [Unit(columns.segments[owner], layer) for owner in owners]
             loaded = self.mover.load(units)

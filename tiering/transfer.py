@@ -103,43 +103,49 @@ class Mover:
         Stops early where HOT has no room (with idle_only: none that is free or idle). Raises
         FormatError or DeviceError for bytes that cannot be had, after marking their Segments.
         """
+        layers = np.array([unit.layer for unit in units], np.int64)
+        slots = np.array([unit.segment.slot for unit in units], np.int64)
+        done = len(units)
+        if not self.residency.hot.pages[layers, slots].all():
+            done = self._load_absent(units, idle_only=idle_only)
+        self.residency.touch(layers[:done], slots[:done])
+        return done
+
+    def _load_absent(self, units: Sequence[Unit], *, idle_only: bool) -> int:
         sizes = [
             extent.length if (extent := unit.segment.extents[unit.layer]) else 0 for unit in units
         ]
         done = 0
-        for part in batches(sizes):
-            loaded = self._load_batch(units[part], idle_only=idle_only)
-            done += loaded
-            if loaded < part.stop - part.start:
-                break
+        # Making room for a later unit must not evict an earlier one.
+        with ExitStack() as leases:
+            for part in batches(sizes):
+                loaded = self._load_batch(units[part], leases, idle_only=idle_only)
+                done += loaded
+                if loaded < part.stop - part.start:
+                    break
         return done
 
-    def _load_batch(self, units: Sequence[Unit], *, idle_only: bool) -> int:
+    def _load_batch(self, units: Sequence[Unit], leases: ExitStack, *, idle_only: bool) -> int:
         hot, host = self.residency.hot, self.residency.host
         count = needed = 0
         absent: list[Unit] = []
-        layers = np.array([unit.layer for unit in units])
-        slots = np.array([unit.segment.slot for unit in units])
-        with ExitStack() as leases:
-            for at, unit in enumerate(units):
-                slot = unit.segment.slot
-                if not hot.pages[unit.layer, slot]:
-                    size = self.unit_frames_bytes(unit)
-                    if not self.make_room(needed + size, idle_only=idle_only):
-                        break
-                    if host.pages[unit.layer, slot]:
-                        self._copy(unit.layer, slot, host, hot)
-                    else:
-                        absent.append(unit)
-                        needed += size
-                # Making room for a later unit must not evict an earlier one.
-                leases.enter_context(self.residency.lease(layers[at : at + 1], slots[at : at + 1]))
-                count += 1
-            if absent:
-                with self.extents.read(absent) as payloads:
-                    for unit, payload in zip(absent, payloads, strict=True):
-                        self._place(unit, payload, unit.segment.token_count)
-        self.residency.touch(layers[:count], slots[:count])
+        for unit in units:
+            layer, slot = unit.layer, unit.segment.slot
+            if not hot.pages[layer, slot]:
+                size = self.unit_frames_bytes(unit)
+                if not self.make_room(needed + size, idle_only=idle_only):
+                    break
+                if host.pages[layer, slot]:
+                    self._copy(layer, slot, host, hot)
+                else:
+                    absent.append(unit)
+                    needed += size
+            leases.enter_context(self.residency.lease(np.array([layer]), np.array([slot])))
+            count += 1
+        if absent:
+            with self.extents.read(absent) as payloads:
+                for unit, payload in zip(absent, payloads, strict=True):
+                    self._place(unit, payload, unit.segment.token_count)
         return count
 
     def _place(self, unit: Unit, payload: torch.Tensor, tokens: int) -> None:
