@@ -62,21 +62,22 @@ class Device(ABC):
 
     @abstractmethod
     def read(self, offsets: Int64Array, buffers: Buffers) -> None:
-        """Fill buffers[i] from offsets[i]. Raises AlignmentError, DeviceError."""
+        """Fill buffers[i] from offsets[i]. Raises what `check` does, DeviceError, ClosedError."""
 
     @abstractmethod
     def write(self, offsets: Int64Array, buffers: Buffers) -> None:
-        """Write buffers[i] at offsets[i]. Raises AlignmentError, DeviceError."""
+        """Write buffers[i] at offsets[i]. Raises what `check` does, DeviceError, ClosedError."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Return when everything written before is durable. Raises DeviceError."""
+        """Return when everything written before is durable. Raises DeviceError, ClosedError."""
 
     @abstractmethod
     def discard(self, offsets: Int64Array, lengths: Int64Array) -> bool:
         """Tell the device that these ranges hold nothing of value.
 
-        Returns False where the device does not support it, which is not an error.
+        Returns False where the device does not support it, which is not an error. Raises
+        AlignmentError, ConfigError, DeviceError, ClosedError.
         """
 
     def register(self, memory: ByteArray) -> bool:

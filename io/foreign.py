@@ -29,7 +29,7 @@ def foreign_content(path: str) -> str | None:
     return "unknown data in the first 1 MiB"
 
 
-def mounted_on(path: str) -> str | None:
+def in_use_by(path: str) -> str | None:
     """Who uses the device now, in words: a mount, a swap area, a device above it; else None.
 
     Looks at the device and at its partitions. For a file: is it the back of a loop device, or swap?

@@ -10,7 +10,6 @@ import fcntl
 import os
 import socket
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from kvtier.errors import DeviceError, LockedError
@@ -68,12 +67,7 @@ class StoreLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *args: object) -> None:
         self.close()
 
 

@@ -12,7 +12,7 @@ import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from kvtier.errors import ConfigError, DeviceError
 from kvtier.io import syscalls
@@ -47,9 +47,10 @@ def open_device(
     """Open a block device or file with the engine named, or with the best that works.
 
     "auto" takes io_uring and falls back to threads with one warning that names the cause. Raises
-    DeviceError if the path cannot be opened or the engine named is unusable.
+    ConfigError for an unknown engine, DeviceError if the path cannot be opened or the engine
+    named is unusable.
     """
-    if engine not in ("auto", "io_uring", "threads"):
+    if engine not in get_args(Engine):
         raise ConfigError(f"unknown engine {engine!r}: use 'auto', 'io_uring' or 'threads'")
     if engine != "threads":
         report = io_uring_report()

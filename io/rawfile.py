@@ -33,7 +33,7 @@ from kvtier.io.alignment import GRID_BYTES, align_down
 from kvtier.io.buffers import aligned_bytes
 from kvtier.io.device import Buffers, Int64Array
 from kvtier.io.durability import sync_directory
-from kvtier.io.foreign import mounted_on
+from kvtier.io.foreign import in_use_by
 
 DirectMode = Literal["required", "preferred", "off"]
 
@@ -339,7 +339,7 @@ def _open_error(path: str, writable: bool, error: OSError) -> DeviceError:
     if number == errno.ENOENT:
         return DeviceError(f"{path} does not exist: check the path, or create the region", number)
     if number == errno.EBUSY:
-        use = mounted_on(path) or "another program has it open exclusively"
+        use = in_use_by(path) or "another program has it open exclusively"
         return ForeignDataError(f"{path} is in use: {use}. Release it first.", number)
     if number in (errno.EACCES, errno.EPERM):
         return DeviceError(_permission_message(path, writable), number)

@@ -2,7 +2,7 @@
 
 Invariants:
 - Nothing is written before every check has passed.
-- `open` writes only to repair a damaged copy of an intact superblock, and notes it.
+- `open` writes only to repair a damaged or old copy of an intact superblock, and notes it.
 - A device that is mounted or in use is never formatted, forced or not.
 - Extents lie in [data_start, data_end): no superblock copy lies there.
 """
@@ -10,7 +10,6 @@ Invariants:
 import errno
 import time
 import uuid
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -25,7 +24,7 @@ from kvtier.errors import (
 from kvtier.io.alignment import GRID_BYTES, align_down
 from kvtier.io.buffers import aligned_bytes
 from kvtier.io.device import Buffers, Device
-from kvtier.io.foreign import foreign_content, mounted_on
+from kvtier.io.foreign import foreign_content, in_use_by
 from kvtier.io.superblock import (
     DATA_START,
     SUPERBLOCK_BYTES,
@@ -83,7 +82,7 @@ class Region:
                 f"{device.path} has logical blocks of {device.block_bytes} bytes: a region needs "
                 f"blocks that divide {GRID_BYTES} bytes"
             )
-        used = mounted_on(device.path)
+        used = in_use_by(device.path)
         if used is not None:
             raise ForeignDataError(
                 f"{device.path} is in use ({used}) and is never formatted, forced or not. "
@@ -114,8 +113,9 @@ class Region:
     def open(cls, device: Device, store_uuid: str, *, writable: bool = True) -> Self:
         """Open the region of this store. The caller closes the device if this raises.
 
-        Raises BadMagic, VersionMismatch, ChecksumMismatch, WrongStoreError, and ConfigError if the
-        device is smaller than the region. Repairs damaged copies if writable.
+        Raises FormatError (BadMagic, VersionMismatch, ChecksumMismatch), WrongStoreError,
+        DeviceError, and ConfigError if the device is smaller than the region. Repairs damaged and
+        old copies if writable.
         """
         if device.capacity_bytes < DATA_START:
             raise ConfigError(
@@ -124,7 +124,7 @@ class Region:
             )
         copies = read_copies(_Reader(device), device.capacity_bytes)
         for copy in copies:
-            if copy.newer_version and not isinstance(copy.found, Superblock):
+            if copy.other_version and not isinstance(copy.found, Superblock):
                 raise copy.found
         intact = _intact(copies)
         if not intact:
@@ -156,12 +156,7 @@ class Region:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *args: object) -> None:
         self.close()
 
     def _note_damage(self, offset: int, writable: bool) -> None:
@@ -198,7 +193,7 @@ def _refuse_to_overwrite(
             errno.EEXIST,
         )
     for copy in copies:
-        if copy.newer_version:
+        if copy.other_version:
             raise ForeignDataError(
                 f"{path} carries a kvtier region of another format version ({copy.found}). "
                 "Force the format to lose it.",
@@ -239,10 +234,6 @@ class _Reader:
         memory = self._memory[:length]
         self._device.read(np.array([offset], np.int64), Buffers.whole(memory))
         return memory.tobytes()
-
-
-def _reader(device: Device) -> _Reader:
-    return _Reader(device)
 
 
 def _write(device: Device, offset: int, data: bytes) -> None:

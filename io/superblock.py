@@ -5,7 +5,7 @@ Layout, little-endian, 4096 bytes (docs/format.md has a sentence per field):
     0    magic         8   b"KVTIERSB"
     8    version       u32 FORMAT_VERSION
     12   block_bytes   u32 logical block of the device at format time
-    16   sequence      u64 grows by one with each rewrite; of two valid copies the larger counts
+    16   sequence      u64 grows by one with each format; of intact copies the largest counts
     24   store_uuid    16
     40   created       u64 unix seconds
     48   region_bytes  u64 bytes from the start of the device to the end of the region
@@ -106,7 +106,7 @@ class SuperblockCopy:
 
     offset: int
     found: Superblock | FormatError | DeviceError
-    newer_version: bool
+    other_version: bool
     """True if an intact superblock of another format version stands here."""
 
 

@@ -1,4 +1,4 @@
-"""Exact attention over pages of the KV cache, and over a new chunk: the CPU twin in torch.
+"""Exact attention over pages of the KV cache, and over a new chunk, in torch on the CPU.
 
 A frame holds up to 16 tokens of one layer and one kv head: a row of 16*Dk + 16*Dv elements, K row
 t at [t*Dk, (t+1)*Dk), V row t at 16*Dk + [t*Dv, (t+1)*Dv). A pool is a tensor [frames, row].

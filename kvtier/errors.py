@@ -13,6 +13,8 @@ KvtierError
 |   `-- LockedError                       another process has the store open for writing
 |-- CapacityError                         a limit in bytes is reached; holds the sizes
 `-- ClosedError                           the object was closed, or belongs to another process
+
+What is not built yet, such as a kind of model, raises Python's own NotImplementedError.
 """
 
 from collections.abc import Sequence

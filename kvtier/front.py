@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.config import Config, DirectMode, Engine
+from kvtier.io.probe import Engine
+from kvtier.io.rawfile import DirectMode
+from kvtier.tiering.config import Config
 from kvtier.tiering.fingerprint import Fingerprint
 from kvtier.tiering.geometry import Geometry
 

@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kvtier.io.device import ByteArray
 from kvtier.io.superblock import DATA_START, Superblock
 from kvtier.tiering import extent_format
 from kvtier.tiering.chain import Tokens, as_tokens, chain_digest
-from kvtier.tiering.extent_format import ByteArray, ExtentIdentity
+from kvtier.tiering.extent_format import ExtentIdentity
 from kvtier.tiering.geometry import Geometry, LayerGeometry
 from kvtier.tiering.packing import TORCH_DTYPES, pack
 from kvtier.tiering.page_layout import Order, PageLayout

@@ -12,7 +12,7 @@ from kvtier.errors import (
     ForeignDataError,
 )
 from kvtier.io import foreign
-from kvtier.io.foreign import foreign_content, mounted_on
+from kvtier.io.foreign import foreign_content, in_use_by
 from kvtier.io.probe import open_device
 from kvtier.io.rawfile import create_region_file
 from kvtier.io.region import Region
@@ -73,7 +73,7 @@ def test_foreign_content_of_ours_and_of_nothing(path: str) -> None:
     with pytest.raises(DeviceError):
         foreign_content(path + "-missing")
     with pytest.raises(DeviceError):
-        mounted_on(path + "-missing")
+        in_use_by(path + "-missing")
 
 
 def test_without_libblkid_the_data_is_still_seen(
@@ -89,7 +89,7 @@ def test_without_libblkid_the_data_is_still_seen(
 def test_a_device_in_use_is_never_formatted(
     path: str, monkeypatch: pytest.MonkeyPatch, use: str
 ) -> None:
-    monkeypatch.setattr("kvtier.io.region.mounted_on", lambda path: use)
+    monkeypatch.setattr("kvtier.io.region.in_use_by", lambda path: use)
     with pytest.raises(ForeignDataError, match=use):
         create(path, force=True)
     assert not Path(path).read_bytes().strip(b"\0")
@@ -98,16 +98,14 @@ def test_a_device_in_use_is_never_formatted(
 @pytest.mark.loop
 def test_a_mounted_device(loop_device: LoopMaker, tmp_path: Path) -> None:
     device = loop_device(16 << 20, 512)
-    assert mounted_on(device) is None
-    assert mounted_on(str(tmp_path / "loop0.img")) == (
-        f"held by {device}, whose backing file it is"
-    )
+    assert in_use_by(device) is None
+    assert in_use_by(str(tmp_path / "loop0.img")) == (f"held by {device}, whose backing file it is")
     make_file_system(device)
     mount_point = tmp_path / "a mount point"
     mount_point.mkdir()
     subprocess.run(["mount", device, str(mount_point)], check=True)
     try:
-        assert mounted_on(device) == f"mounted on {mount_point}"
+        assert in_use_by(device) == f"mounted on {mount_point}"
         with pytest.raises(ForeignDataError, match="mounted on"):
             open_device(device)
         reader = open_device(device, writable=False)

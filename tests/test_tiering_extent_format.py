@@ -13,6 +13,7 @@ from kvtier.errors import (
     VersionMismatch,
 )
 from kvtier.io.alignment import GRID_BYTES
+from kvtier.io.device import ByteArray
 from kvtier.tiering import extent_format
 from kvtier.tiering.chain import as_tokens
 from kvtier.tiering.extent_format import (
@@ -21,7 +22,6 @@ from kvtier.tiering.extent_format import (
     FORMAT_VERSION,
     HEADER,
     HEADER_BYTES,
-    ByteArray,
     ExtentIdentity,
     checksum,
     checksum_pages,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import kvtier
+from kvtier.io.probe import Engine
 from kvtier.tiering.adapters.huggingface import TieredCache
-from kvtier.tiering.config import Engine
 from kvtier.tiering.extent_io import Unit
 from tests.conftest import LoopMaker
 from tests.model_cases import (

@@ -11,11 +11,13 @@ import torch
 import kvtier
 from kvtier.errors import ConfigError
 from kvtier.tiering.config import Config
+from kvtier.tiering.extent_io import Unit
 from kvtier.tiering.store import Store
 from tests.store_cases import (
     GEOMETRIES,
     KV,
     PLAIN,
+    Shuffled,
     a_query,
     check_bytes,
     check_everywhere,
@@ -109,6 +111,21 @@ def test_the_store_keeps_a_copy(store: Store) -> None:
         keys.zero_()
         values.zero_()
     check_bytes(store, OF_M, sequence, long)
+
+
+def test_every_bit_pattern_survives_a_placement_and_a_crop(tmp_path: Path) -> None:
+    """NaNs carry bits as well: what is put back into the order of positions is copied as it is."""
+    geometry = GEOMETRIES["bfloat16"]
+    bits = np.random.default_rng(1).integers(-(2**15), 2**15, (2, 512, 16), np.int16)
+    given = torch.from_numpy(bits).view(torch.bfloat16)
+    with open_store(tmp_path, geometry, None, Shuffled(1)) as store:
+        sequence = store.sequence()
+        for layer in range(2):
+            store.append(sequence, layer, given, given)
+        store.crop(sequence, 300)
+        held = store._mover.tensors(Unit(sequence.tail[0], 1))
+    for each in held:
+        assert torch.equal(each.contiguous().view(torch.int16), torch.from_numpy(bits[:, :300]))
 
 
 BAD_QUERIES: dict[str, tuple[dict[str, Any], str]] = {

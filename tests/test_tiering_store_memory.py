@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvtier.errors import CapacityError, ConfigError
+from kvtier.io.probe import Engine
 from kvtier.tiering import extent_io
-from kvtier.tiering.config import Config, Engine
+from kvtier.tiering.config import Config
 from kvtier.tiering.geometry import SEGMENT_TOKENS, Geometry
 from kvtier.tiering.writer import hot_bytes_min, unit_bytes_max
 from tests import store_worker

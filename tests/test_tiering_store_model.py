@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.tiering.config import Config, Engine
+from kvtier.io.probe import Engine
+from kvtier.tiering.config import Config
 from kvtier.tiering.geometry import SEGMENT_TOKENS
 from kvtier.tiering.packing import Placement
 from kvtier.tiering.sequence import Sequence

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ClosedError, ConfigError, LockedError
-from kvtier.tiering.config import Config, Engine
+from kvtier.io.probe import Engine
+from kvtier.tiering.config import Config
 from kvtier.tiering.store import Store
 from tests.store_cases import (
     KV,

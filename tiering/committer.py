@@ -78,7 +78,7 @@ class Committer:
             if len(sequence.tokens) < end or not segment.written:
                 break
             self._name(sequence, place)
-            known = self.index(segment.provenance).find(segment.parent, _tokens(segment))
+            known = self.index(segment.provenance).find(segment.parent, segment.named_tokens)
             if known is not None:
                 self._replace(sequence, place, known)
             else:
@@ -132,7 +132,7 @@ class Committer:
             end_digest=segment.end_digest,
             start_position=segment.start,
             token_count=segment.token_count,
-            tokens=_tokens(segment).astype("<u4").tobytes(),
+            tokens=segment.named_tokens.astype("<u4").tobytes(),
             parent_id=parent_id,
             parent_limit=segment.parent.limit if segment.parent else 0,
             generation=segment.generation,
@@ -185,7 +185,7 @@ class Committer:
         for segment in segments:
             if segment.catalog_id is not None:
                 index = self.index(segment.provenance)
-                if index.find(segment.parent, _tokens(segment)) is segment:
+                if index.find(segment.parent, segment.named_tokens) is segment:
                     index.remove(segment)
                     self.catalog.set_quarantined(segment.catalog_id, True)
 
@@ -197,7 +197,7 @@ def _require_same(view: SegmentView, tokens: Tokens, first: int = 0) -> None:
     """
     start = view.segment.start
     given = tokens[start - first : view.end - first]
-    held = _tokens(view.segment)[: len(given)]
+    held = view.segment.named_tokens[: len(given)]
     differing = np.flatnonzero(held != given)
     if len(differing):
         at = int(differing[0])
@@ -205,8 +205,3 @@ def _require_same(view: SegmentView, tokens: Tokens, first: int = 0) -> None:
             "sequences that share a segment name different tokens for it, first at position "
             f"{start + at}: {int(given[at])} given, {int(held[at])} held"
         )
-
-
-def _tokens(segment: Segment) -> Tokens:
-    assert segment.tokens is not None
-    return segment.tokens

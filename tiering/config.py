@@ -3,9 +3,11 @@
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import get_args
 
 from kvtier.errors import ConfigError
+from kvtier.io.probe import Engine
+from kvtier.io.rawfile import DirectMode
 
 UNITS = {
     "": 1,
@@ -22,9 +24,6 @@ UNITS = {
 
 BYTES_MAX = 2**63 - 1
 """Largest size or offset that the kernel takes."""
-
-Engine = Literal["auto", "io_uring", "threads"]
-DirectMode = Literal["required", "preferred", "off"]
 
 
 def parse_bytes(size: int | str, what: str) -> int:
@@ -52,7 +51,8 @@ class Config:
         device or of a file, or None: the region that the store has, 4 GiB for a new store.
     hot, host: limits in bytes of the memory tiers; host may be 0.
     engine: which Device implementation ("auto": the first that works here).
-    direct_io: "required" refuses a file system without O_DIRECT, "preferred" reports it.
+    direct_io: "required" refuses a file system without O_DIRECT, "preferred" reports it,
+        "off" goes through the page cache.
     force: format a region even though it carries something else. Never one that is mounted.
     """
 
@@ -66,9 +66,9 @@ class Config:
     def __post_init__(self) -> None:
         parse_bytes(self.hot, "hot")
         parse_bytes(self.host, "host")
-        if self.engine not in ("auto", "io_uring", "threads"):
+        if self.engine not in get_args(Engine):
             raise ConfigError(f"engine must be auto, io_uring or threads: got {self.engine!r}")
-        if self.direct_io not in ("required", "preferred", "off"):
+        if self.direct_io not in get_args(DirectMode):
             raise ConfigError(
                 f"direct_io must be required, preferred or off: got {self.direct_io!r}"
             )

@@ -9,11 +9,9 @@ and go first, oldest first.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from kvtier.io.device import Int64Array
 from kvtier.tiering.residency import SlotArray
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

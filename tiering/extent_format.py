@@ -18,6 +18,7 @@ import xxhash
 
 from kvtier.errors import BadMagic, ChecksumMismatch, ConfigError, FormatError, VersionMismatch
 from kvtier.io.alignment import GRID_BYTES, align_up
+from kvtier.io.device import ByteArray
 from kvtier.tiering.chain import Tokens
 from kvtier.tiering.fingerprint import PROVENANCE_BYTES
 from kvtier.tiering.geometry import PAGE_TOKENS, SEGMENT_TOKENS, Geometry, LayerGeometry, pages_of
@@ -49,7 +50,6 @@ NO_POSITION = 0xFFFF
 DTYPE_CODES = {"float32": 1, "float16": 2, "bfloat16": 3}
 
 Directory = npt.NDArray[np.void]
-ByteArray = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

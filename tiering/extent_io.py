@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvtier.errors import ChecksumMismatch, DeviceError, FormatError
@@ -91,8 +90,10 @@ def batches(sizes: Sequence[int]) -> Iterator[slice]:
         yield slice(first, len(sizes))
 
 
-def _ends_to_starts(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.cumsum(lengths) - lengths
+def _starts(lengths: Int64Array) -> Int64Array:
+    """Where pieces of these lengths begin that lie one behind the other."""
+    starts: Int64Array = np.cumsum(lengths) - lengths
+    return starts
 
 
 class ExtentIO:
@@ -175,7 +176,7 @@ class ExtentIO:
         ]
         payloads = [geometry.payload_bytes(each.unit.layer, each.tokens) for each in writes]
         lengths = np.array([align_up(size, GRID_BYTES) for size in payloads], np.int64)
-        starts = _ends_to_starts(lengths)
+        starts = _starts(lengths)
         extents: list[Extent] = []
         try:
             for head, length in zip(heads, lengths.tolist(), strict=True):
@@ -200,8 +201,7 @@ class ExtentIO:
         segment, layer = write.unit.segment, write.unit.layer
         order = self.placement.order(write.keys)
         pack(write.keys, write.values, order, self._typed(payload))
-        shape = PageLayout(self.geometry.layers[layer], write.tokens, self.geometry.item_bytes)
-        directory = shape.directory(order)
+        directory = self.layout(write.unit).directory(order)
         extent_format.checksum_pages(directory, payload, segment.generation)
         segment.directories[layer] = directory
         segment.orders[layer] = order
@@ -219,7 +219,7 @@ class ExtentIO:
         ]
         for part in batches(sizes):
             lengths = np.array(sizes[part], np.int64)
-            starts = _ends_to_starts(lengths)
+            starts = _starts(lengths)
             offsets = np.zeros(len(lengths), np.int64)
             with self.buffers.lease(int(lengths.sum())) as memory:
                 for index, unit in enumerate(units[part]):
@@ -234,14 +234,13 @@ class ExtentIO:
         segment, layer = unit.segment, unit.layer
         directory = segment.directories[layer]
         assert directory is not None
-        assert segment.tokens is not None
         extent_format.write_header(
             target,
             identity,
             self.geometry,
             directory,
             segment.payload_checksums[layer],
-            segment.tokens,
+            segment.named_tokens,
         )
 
     def free(self, segment: Segment) -> None:
@@ -265,7 +264,7 @@ class ExtentIO:
         lengths = np.array([each.length for each in extents if each], np.int64)
         offsets = np.array([each.offset for each in extents if each], np.int64)
         assert len(lengths) == len(units)
-        starts = _ends_to_starts(lengths)
+        starts = _starts(lengths)
         with self.buffers.lease(int(lengths.sum())) as memory:
             self._read(units, offsets, Buffers(memory, starts, lengths))
             self.counters.bytes_read += memory.size
@@ -276,13 +275,19 @@ class ExtentIO:
                 )
             )
 
-    def _checked(self, unit: Unit, block: ByteArray) -> ByteArray:
+    @contextmanager
+    def _blaming(self, unit: Unit) -> Iterator[None]:
+        """Counts and marks a unit whose bytes are not what they should be."""
         try:
-            return self._payload(unit, block)
+            yield
         except FormatError:
             self.counters.damaged_extents += 1
             unit.segment.quarantined = True
             raise
+
+    def _checked(self, unit: Unit, block: ByteArray) -> ByteArray:
+        with self._blaming(unit):
+            return self._payload(unit, block)
 
     def _payload(self, unit: Unit, block: ByteArray) -> ByteArray:
         segment, layer = unit.segment, unit.layer
@@ -300,7 +305,7 @@ class ExtentIO:
             segment.directories[layer] = header.directory
             segment.orders[layer] = layout.order_of(header.directory)
             head, expected = header.header_bytes, header.payload_checksum
-        payload = block[head : head + layout.head_bytes * layout.layer.kv_heads]
+        payload = block[head : head + self.geometry.payload_bytes(layer, segment.token_count)]
         if extent_format.checksum(payload, segment.generation) != expected:
             raise ChecksumMismatch(f"{where}: the payload is damaged")
         return payload
@@ -312,7 +317,7 @@ class ExtentIO:
         return f"layer {unit.layer} at byte {extent.offset} of {self.device.path}"
 
     def check_headers(self, units: Sequence[Unit]) -> None:
-        """Read the first block of committed units and require that each is what it should be.
+        """Read the headers of committed units and require that each is what it should be.
 
         Raises DeviceError, or FormatError after marking what failed as quarantined.
         """
@@ -323,7 +328,7 @@ class ExtentIO:
         for chosen in batches(sizes):
             part = units[chosen]
             lengths = np.array(sizes[chosen], np.int64)
-            starts = _ends_to_starts(lengths)
+            starts = _starts(lengths)
             offsets = np.array([self.identity(each).device_offset for each in part], np.int64)
             with self.buffers.lease(int(lengths.sum())) as memory:
                 self._read(part, offsets, Buffers(memory, starts, lengths))
@@ -344,10 +349,6 @@ class ExtentIO:
 
     def _check_header(self, unit: Unit, block: ByteArray) -> None:
         where = self.where(unit)
-        try:
+        with self._blaming(unit):
             header = extent_format.parse_header(block, where)
             extent_format.require_identity(header, self.identity(unit), where)
-        except FormatError:
-            self.counters.damaged_extents += 1
-            unit.segment.quarantined = True
-            raise

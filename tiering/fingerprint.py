@@ -8,7 +8,6 @@ from typing import Any, Self
 
 from kvtier.errors import ConfigError
 
-DIGEST_BYTES = 32
 PROVENANCE_BYTES = 56
 """Room that an extent header has for the text of a Provenance."""
 

@@ -91,6 +91,10 @@ class Geometry:
         """Bytes of a Frame: room for one full Page of this layer."""
         return PAGE_TOKENS * self.row_bytes(layer)
 
+    def frames_bytes(self, layer: int, tokens: int) -> int:
+        """Bytes of the Frames that hold this many tokens of this layer, all kv heads."""
+        return self.layers[layer].kv_heads * pages_of(tokens) * self.frame_bytes(layer)
+
     def payload_bytes(self, layer: int, tokens: int) -> int:
         """Bytes of this many tokens of this layer, all kv heads, packed."""
         return self.layers[layer].kv_heads * tokens * self.row_bytes(layer)

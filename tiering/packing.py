@@ -36,6 +36,13 @@ class PositionOrder(Placement):
         return None
 
 
+def rearranged(rows: torch.Tensor, order: Order) -> torch.Tensor:
+    """Rows [heads, tokens, width] in another order of tokens for each head."""
+    # Indexing copies bits; torch.gather takes 16-bit floats through float32 on the CPU, which
+    # rewrites NaNs.
+    return rows[torch.arange(len(order))[:, None], torch.from_numpy(order)]
+
+
 def pack(
     keys: torch.Tensor, values: torch.Tensor, order: Order | None, target: torch.Tensor
 ) -> None:
@@ -44,10 +51,7 @@ def pack(
     target: one-dimensional, of their dtype, heads * tokens * (Dk + Dv) elements.
     """
     if order is not None:
-        # Indexing copies bits; torch.gather takes 16-bit floats through float32 on the CPU, which
-        # rewrites NaNs.
-        index = torch.arange(len(order))[:, None], torch.from_numpy(order)
-        keys, values = keys[index], values[index]
+        keys, values = rearranged(keys, order), rearranged(values, order)
     heads, tokens, key_width = keys.shape
     value_width = values.shape[2]
     by_head = target.view(heads, tokens * (key_width + value_width))

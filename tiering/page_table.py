@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.io.device import Int64Array
 from kvtier.tiering.geometry import PAGE_TOKENS, pages_of
 from kvtier.tiering.segment import Segment, SegmentView
 
-Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 _IN_PAGE = np.arange(PAGE_TOKENS)

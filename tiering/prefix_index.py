@@ -35,11 +35,6 @@ def _shared(left: Tokens, right: Tokens) -> int:
     return int(differing[0]) if len(differing) else size
 
 
-def _tokens(segment: Segment) -> Tokens:
-    assert segment.tokens is not None
-    return segment.tokens
-
-
 @dataclass(slots=True)
 class _Children:
     """Segments that begin at one position, sorted by tokens."""
@@ -52,13 +47,13 @@ class _Children:
     """How many stems have each length in tokens."""
 
     def add_stem(self, segment: Segment, limit: int) -> None:
-        stem = self.stems.setdefault(_key(_tokens(segment)[:limit]), {})
+        stem = self.stems.setdefault(_key(segment.named_tokens[:limit]), {})
         if not stem:
             self.stem_lengths[limit] = self.stem_lengths.get(limit, 0) + 1
         stem[id(segment)] = segment
 
     def remove_stem(self, segment: Segment, limit: int) -> None:
-        key = _key(_tokens(segment)[:limit])
+        key = _key(segment.named_tokens[:limit])
         del self.stems[key][id(segment)]
         if not self.stems[key]:
             del self.stems[key]
@@ -89,7 +84,7 @@ class PrefixIndex:
         parent = segment.parent
         place = self._place(parent)
         children = self._children.setdefault(place, _Children())
-        key = _key(_tokens(segment))
+        key = _key(segment.named_tokens)
         assert key not in children.by_key, "the same tokens twice below one position"
         insort(children.keys, key)
         children.by_key[key] = segment
@@ -106,7 +101,7 @@ class PrefixIndex:
         parent = segment.parent
         place = self._place(parent)
         children = self._children[place]
-        key = _key(_tokens(segment))
+        key = _key(segment.named_tokens)
         del children.by_key[key]
         children.keys.pop(bisect_left(children.keys, key))
         self._present.remove(id(segment))
@@ -148,7 +143,7 @@ class PrefixIndex:
                 best, best_end = path, position
             rest = tokens[position:]
             for segment in self._candidates(place, rest):
-                shared = _shared(_tokens(segment), rest)
+                shared = _shared(segment.named_tokens, rest)
                 for limit in {shared, *self._inner(segment, shared)} - {0}:
                     view = SegmentView(segment, limit)
                     stack.append(((id(segment), limit), position + limit, [*path, view]))

@@ -7,7 +7,6 @@ Invariants:
 
 import os
 import threading
-from types import TracebackType
 
 from kvtier.errors import ClosedError
 
@@ -35,10 +34,5 @@ class ProcessLock:
             )
         self._lock.acquire()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *args: object) -> None:
         self._lock.release()

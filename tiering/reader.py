@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from kvtier.errors import ConfigError
+from kvtier.io.device import Int64Array
+from kvtier.kernels import launch_checks
 from kvtier.kernels.paged_attention import (
     Partial,
     Workspace,
@@ -20,10 +22,13 @@ from kvtier.kernels.paged_attention import (
 )
 from kvtier.tiering.extent_io import Unit
 from kvtier.tiering.geometry import PAGE_TOKENS, Geometry, LayerGeometry
-from kvtier.tiering.page_table import Columns, Int64Array
+from kvtier.tiering.page_table import Columns
 from kvtier.tiering.residency import NO_FRAME, Residency
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.transfer import Mover
+
+# Kernels know no Geometry; both must mean the same Page.
+assert launch_checks.PAGE_TOKENS == PAGE_TOKENS
 
 GROUP_PAGES = 128
 """Columns attended to at a time by many queries: 2,048 tokens, so that masks stay small."""
@@ -58,7 +63,8 @@ class Reader:
 
     def attend(self, sequence: Sequence, query: Query) -> torch.Tensor:
         """Exact causal attention of the last n tokens: [q_heads, n, value_width], the query's
-        dtype. Raises ConfigError, FormatError, DeviceError, CapacityError."""
+        dtype. Raises ConfigError, FormatError, DeviceError, CapacityError, and
+        NotImplementedError for a layer of latents."""
         shape = self.geometry.layers[query.layer]
         if not shape.value_width:
             raise NotImplementedError(
@@ -94,7 +100,8 @@ class Reader:
 
     @staticmethod
     def _check(query: Query, shape: LayerGeometry) -> None:
-        """What the kernels cannot know: which shapes this layer has."""
+        """What the kernels cannot know: which shapes this layer has. Keys and values are checked
+        even where one token's own are not used."""
         vectors = query.vectors
         if vectors.ndim != 3 or vectors.shape[1] < 1 or vectors.shape[2] != shape.key_width:
             raise ConfigError(
@@ -108,10 +115,12 @@ class Reader:
             ("values", query.values, shape.value_width),
         ):
             expected = [shape.kv_heads, vectors.shape[1], width]
-            if given is not None and list(given.shape) != expected:
+            if given is not None and (
+                list(given.shape) != expected or given.dtype != vectors.dtype
+            ):
                 raise ConfigError(
-                    f"{name} of layer {query.layer} has shape {list(given.shape)}; with this "
-                    f"query it takes {expected}"
+                    f"{name} of layer {query.layer} has shape {list(given.shape)} of "
+                    f"{given.dtype}; with this query it takes {expected} of {vectors.dtype}"
                 )
 
     def _past(self, sequence: Sequence, query: Query, past: int) -> Iterator[Partial]:

@@ -5,8 +5,8 @@ Invariants:
 - Once frozen, token_count and every Page are final; filled[layer] == token_count in all layers.
 - extents[layer] is set when the layer's bytes are on the device, catalog_id when the catalog
   names the Segment. A Segment without catalog_id is known to this process alone.
-- references counts the views of Sequences. A Segment that was never committed is forgotten with
-  its last view; a committed one stays known.
+- references counts the views of Sequences; a Tail counts as one. A Segment that was never committed
+  is forgotten with its last view; a committed one stays known.
 """
 
 import secrets
@@ -37,9 +37,10 @@ class Segment:
     frozen: bool = False
     filled: list[int] = field(default_factory=list)
     extents: list[Extent | None] = field(default_factory=list)
-    directories: list[Directory | None] = field(default_factory=list)
-    payload_checksums: list[int] = field(default_factory=list)
-    orders: list[Order | None] = field(default_factory=list)
+    directories: list[Directory | None] = field(init=False)
+    payload_checksums: list[int] = field(init=False)
+    orders: list[Order | None] = field(init=False)
+    """Per layer; None: in the order of positions, or not read yet (then directories has None)."""
     generation: int = 0
     tokens: Tokens | None = None
     start_digest: bytes = b""
@@ -60,6 +61,12 @@ class Segment:
     def written(self) -> bool:
         """Every layer's bytes are on the device (which does not mean durable)."""
         return None not in self.extents
+
+    @property
+    def named_tokens(self) -> Tokens:
+        """Its ids, which must have been named."""
+        assert self.tokens is not None
+        return self.tokens
 
     def freeze(self) -> None:
         """Nothing more will be appended."""

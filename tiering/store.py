@@ -14,7 +14,6 @@ import math
 import uuid
 from collections import deque
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from weakref import WeakSet
 
@@ -390,10 +389,5 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *args: object) -> None:
         self.close()

@@ -18,6 +18,7 @@ import yaml
 
 from kvtier.errors import ConfigError, DeviceError, FormatError, VersionMismatch, WrongStoreError
 from kvtier.io.catalog import Catalog
+from kvtier.io.durability import sync_directory
 from kvtier.io.lock import StoreLock
 
 SETTINGS = "store.yaml"
@@ -46,7 +47,7 @@ def is_store(directory: Path) -> bool:
 
 
 def read_settings(directory: Path) -> Settings:
-    """Raises ConfigError (no store here), FormatError, VersionMismatch."""
+    """Raises ConfigError (no store here), FormatError, VersionMismatch, DeviceError."""
     path = directory / SETTINGS
     try:
         data = path.read_bytes()
@@ -94,11 +95,7 @@ def write_settings(directory: Path, settings: Settings) -> None:
         file.flush()
         os.fsync(file.fileno())
     new.rename(directory / SETTINGS)
-    directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory_fd)
-    finally:
-        os.close(directory_fd)
+    sync_directory(os.fspath(directory))
 
 
 def prepare_directory(directory: Path) -> None:

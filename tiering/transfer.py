@@ -15,8 +15,7 @@ from kvtier.errors import CapacityError
 from kvtier.tiering.eviction import Usage, plan_eviction
 from kvtier.tiering.extent_io import ExtentIO, Unit, UnitWrite, batches
 from kvtier.tiering.geometry import PAGE_TOKENS, Geometry, pages_of
-from kvtier.tiering.packing import gather, pack, scatter
-from kvtier.tiering.page_layout import PageLayout
+from kvtier.tiering.packing import gather, pack, rearranged, scatter
 from kvtier.tiering.residency import NO_FRAME, Residency, TierMap
 from kvtier.tiering.segment import Segment
 
@@ -35,8 +34,7 @@ class Mover:
 
     def unit_frames_bytes(self, unit: Unit) -> int:
         """Bytes of the Frames that a whole unit needs."""
-        heads = self.geometry.layers[unit.layer].kv_heads
-        return heads * pages_of(unit.segment.token_count) * int(self._frame_bytes[unit.layer])
+        return self.geometry.frames_bytes(unit.layer, unit.segment.token_count)
 
     # ---- making room ------------------------------------------------------------------------
 
@@ -145,16 +143,15 @@ class Mover:
         if absent:
             with self.extents.read(absent) as payloads:
                 for unit, payload in zip(absent, payloads, strict=True):
-                    self._place(unit, payload, unit.segment.token_count)
+                    self._place(unit, payload)
         return count
 
-    def _place(self, unit: Unit, payload: torch.Tensor, tokens: int) -> None:
+    def _place(self, unit: Unit, payload: torch.Tensor) -> None:
         """Copy a payload into new Frames."""
         hot = self.residency.hot
-        shape = self.geometry.layers[unit.layer]
-        layout = PageLayout(shape, tokens, self.geometry.item_bytes)
-        frames = hot.tier.take(unit.layer, shape.kv_heads * layout.pages)
-        frames = frames.reshape(shape.kv_heads, layout.pages)
+        layout = self.extents.layout(unit)
+        heads = layout.layer.kv_heads
+        frames = hot.tier.take(unit.layer, heads * layout.pages).reshape(heads, layout.pages)
         scatter(payload, layout, hot.tier.memory(unit.layer), torch.from_numpy(frames))
         hot.put(unit.layer, unit.segment.slot, 0, frames)
 
@@ -178,7 +175,7 @@ class Mover:
         packed = write.keys.new_empty(write.keys.numel() + write.values.numel())
         order = write.unit.segment.orders[write.unit.layer]
         pack(write.keys, write.values, order, packed)
-        self._place(write.unit, packed, write.tokens)
+        self._place(write.unit, packed)
 
     # ---- Frames of a Tail -------------------------------------------------------------------
 
@@ -228,8 +225,5 @@ class Mover:
         if order is None:
             return keys, values
         # A unit that was written lies in the order that its placement chose.
-        places = torch.from_numpy(np.argsort(order, axis=1))[:, :, None]
-        return (
-            keys.gather(1, places.expand(-1, -1, keys.shape[2])),
-            values.gather(1, places.expand(-1, -1, values.shape[2])),
-        )
+        places = np.argsort(order, axis=1)
+        return rearranged(keys, places), rearranged(values, places)

@@ -1,8 +1,9 @@
 """The write path: tokens into the Tail's Frames, complete layers of Segments onto the device.
 
 Invariants:
-- A Tail's Pages are the only dirty Pages. Together with what passes in progress will still need,
-  they leave room in HOT for one whole unit, so that reading can always go on.
+- Dirty Pages are those of Tails, and of Tails that a fork froze and nobody has written yet.
+  Together with what passes in progress will still need, they leave room in HOT for one whole
+  unit, so that reading can always go on.
 - Room for a whole pass is secured when the pass begins, in its first layer, because only between
   passes can a Tail be sealed to make room.
 """
@@ -27,17 +28,13 @@ original a short Segment."""
 def hot_bytes_min(geometry: Geometry) -> int:
     """Least HOT limit: one whole unit to read through, and a Page of a Tail in every layer."""
     layers = range(len(geometry.layers))
-    heads = [geometry.layers[layer].kv_heads for layer in layers]
-    frames = [heads[layer] * geometry.frame_bytes(layer) for layer in layers]
-    return unit_bytes_max(geometry) + sum(frames)
+    return unit_bytes_max(geometry) + sum(geometry.frames_bytes(layer, 1) for layer in layers)
 
 
 def unit_bytes_max(geometry: Geometry) -> int:
     """Bytes of the Frames of the largest whole unit."""
-    return max(
-        layer.kv_heads * pages_of(SEGMENT_TOKENS) * geometry.frame_bytes(index)
-        for index, layer in enumerate(geometry.layers)
-    )
+    layers = range(len(geometry.layers))
+    return max(geometry.frames_bytes(layer, SEGMENT_TOKENS) for layer in layers)
 
 
 class Writer:
@@ -208,11 +205,12 @@ class Writer:
         sequence.pass_goes_straight = False
         room = self.residency.hot.tier.limit_bytes - unit_bytes_max(self.geometry)
         needed = self._pass_bytes(sequence, count)
-        for each in self._sealable() if self._dirty_bytes() + needed > room else ():
-            self.seal(each)
-            needed = self._pass_bytes(sequence, count)
-            if self._dirty_bytes() + needed <= room:
-                break
+        if self._dirty_bytes() + needed > room:
+            for each in self._sealable():
+                self.seal(each)
+                needed = self._pass_bytes(sequence, count)
+                if self._dirty_bytes() + needed <= room:
+                    break
         if self._dirty_bytes() + needed <= room:
             sequence.reserved_bytes = needed
         else:
@@ -229,10 +227,8 @@ class Writer:
             # A Segment that was begun is completed in Frames; whole ones bypass them.
             completed = pages_of(SEGMENT_TOKENS) - pages_of(filled) if filled else 0
             new = completed + pages_of(total % SEGMENT_TOKENS)
-        return new * sum(
-            layer.kv_heads * self.geometry.frame_bytes(index)
-            for index, layer in enumerate(self.geometry.layers)
-        )
+        layers = range(len(self.geometry.layers))
+        return new * sum(self.geometry.frames_bytes(layer, 1) for layer in layers)
 
     def _dirty_bytes(self) -> int:
         """Bytes of Frames that hold the only copy of their Pages, and of those promised."""

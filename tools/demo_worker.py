@@ -88,9 +88,9 @@ def run(task: Task, emit: Emit) -> None:
     with torch.inference_mode():
         model(torch.tensor([rows[0][:16]]), use_cache=False, logits_to_keep=1)
     indices = [0] if task.phase == "cold" else list(range(1, len(rows)))
-    session = Session(task, model, tokenizer, rows, text.questions, say)
-    stats, page_cache_bytes, outputs = session.answer(indices)
-    answers, kv_bytes = session.compare(indices, outputs)
+    phase = PhaseRun(task, model, tokenizer, rows, text.questions, say)
+    stats, page_cache_bytes, outputs = phase.answer(indices)
+    answers, kv_bytes = phase.compare(indices, outputs)
     outcome = Outcome(
         model=source.name,
         document=text.title,
@@ -109,7 +109,7 @@ def run(task: Task, emit: Emit) -> None:
     emit("outcome", asdict(outcome))
 
 
-class Session:
+class PhaseRun:
     """The questions of one phase: first all answers through the store, then all references."""
 
     def __init__(

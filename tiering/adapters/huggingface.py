@@ -240,7 +240,7 @@ class TieredCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; the library passes their number as a negative integer."""
         if tokens_to_remove > 0:
-            raise ValueError(
+            raise ConfigError(
                 f"crop takes the number of tokens to remove as a negative integer: "
                 f"got {tokens_to_remove}"
             )
