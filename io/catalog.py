@@ -77,14 +77,19 @@ class Catalog:
     def create(cls, path: str | Path, store_uuid: str) -> Self:
         """Make a new catalog, mode 0600. Raises DeviceError if the file exists."""
         name = os.fspath(path)
+        if os.path.lexists(name):
+            raise DeviceError(f"cannot create the catalog {name}: it exists", errno.EEXIST)
+        new = f"{name}.new"
         try:
-            os.close(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            os.close(os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600))
         except OSError as error:
             raise DeviceError(
                 f"cannot create the catalog {name}: {error.strerror}", error.errno or 0
             ) from error
         try:
-            with _translated(name), closing(_connect(name, read_only=False)) as connection:
+            # Closing moves everything out of the write-ahead log. The name comes last, so that a
+            # crash leaves no catalog or a whole one.
+            with _translated(name), closing(_connect(new, read_only=False)) as connection:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.executescript(
                     f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {CATALOG_VERSION}; "
@@ -92,10 +97,11 @@ class Catalog:
                 )
                 connection.execute("INSERT INTO meta VALUES (?, ?)", (_UUID_KEY, store_uuid))
                 connection.execute("COMMIT")
+            os.rename(new, name)
             sync_directory(os.path.dirname(name))
         except BaseException:
             for suffix in ("", "-wal", "-shm"):
-                Path(name + suffix).unlink(missing_ok=True)
+                Path(new + suffix).unlink(missing_ok=True)
             raise
         return cls.open(name)
 

@@ -12,9 +12,8 @@ KvtierError
 |   |-- WrongStoreError                   the region belongs to another store
 |   `-- LockedError                       another process has the store open for writing
 |-- CapacityError                         a limit in bytes is reached; holds the sizes
+|-- UnsupportedError (NotImplementedError)  a model or a way of use that kvtier cannot serve
 `-- ClosedError                           the object was closed, or belongs to another process
-
-What is not built yet, such as a kind of model, raises Python's own NotImplementedError.
 """
 
 from collections.abc import Sequence
@@ -113,6 +112,10 @@ class CapacityError(KvtierError):
         self.needed = needed
         self.free = free
         self.limit = limit
+
+
+class UnsupportedError(KvtierError, NotImplementedError):
+    """A model or a way of use that kvtier cannot serve, and does not serve wrongly."""
 
 
 class ClosedError(KvtierError):

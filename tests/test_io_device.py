@@ -19,6 +19,8 @@ from kvtier.io.device import Buffers, Device
 from kvtier.io.probe import Engine, io_uring_report, open_device
 from kvtier.io.rawfile import create_region_file
 from kvtier.io.ring import Ring
+from kvtier.io.simulated import SimulatedDevice
+from kvtier.io.simulated_faults import NO_FAULTS, Faults
 from kvtier.io.uring import UringDevice
 from tests.conftest import LoopMaker
 from tests.device_contract import (
@@ -34,6 +36,8 @@ from tests.device_contract import (
 needs_io_uring = pytest.mark.skipif(
     not io_uring_report().usable, reason="io_uring is refused by this kernel"
 )
+
+UNNOTICED = Faults(volatile_cache=True, shuffled=True, short_rate=0.5)
 
 
 @pytest.fixture
@@ -96,6 +100,23 @@ class TestThreadsLoop(LoopContract):
     @pytest.fixture
     def device(self, path: str) -> Iterator[Device]:
         yield from opened(path, "threads")
+
+
+class TestSimulated(DeviceContract):
+    """Also with the faults that no caller may notice. It never touches the file at `path`."""
+
+    @pytest.fixture
+    def path(self, region_file: str) -> str:
+        return region_file
+
+    @pytest.fixture(params=[(512, NO_FAULTS), (512, UNNOTICED), (4096, UNNOTICED)])
+    def device(self, request: pytest.FixtureRequest, path: str) -> Iterator[Device]:
+        block, faults = request.param
+        device = SimulatedDevice.open(
+            CAPACITY_BYTES, block_bytes=block, seed=1, faults=faults, path=path
+        )
+        yield device
+        device.close()
 
 
 def round_trip(device: Device, count: int = 40) -> None:

@@ -6,12 +6,14 @@ Invariants, in the order of a commit:
 - A Segment whose tokens are stored already, below the same position, is not stored twice.
 """
 
+import logging
 import time
 
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.io.catalog import Catalog, NameRow, SegmentRow, pack_extents, unpack_extents
+from kvtier.io.catalog import Catalog, NameRow, SegmentRow, pack_extents
+from kvtier.tiering.catalog_rows import extents_of, row_problem
 from kvtier.tiering.chain import Tokens, chain_digest
 from kvtier.tiering.extent_io import ExtentIO
 from kvtier.tiering.fingerprint import Provenance
@@ -19,6 +21,8 @@ from kvtier.tiering.prefix_index import PrefixIndex
 from kvtier.tiering.residency import Residency
 from kvtier.tiering.segment import NO_SLOT, Segment, SegmentView
 from kvtier.tiering.sequence import Sequence
+
+_log = logging.getLogger("kvtier")
 
 
 class Committer:
@@ -40,29 +44,43 @@ class Committer:
     # ---- from the catalog -------------------------------------------------------------------
 
     def load(self) -> None:
-        """Make every Segment of this fingerprint that the catalog names findable."""
+        """Make every Segment of this fingerprint that the catalog names findable.
+
+        A row that cannot be true is left out, with what hangs below it, and a warning says so.
+        """
         layers = len(self.extents.geometry.layers)
+        rows: dict[int, SegmentRow] = {}
         for row in self.catalog.segments(self.fingerprint_id):
-            parent = None if row.parent_id is None else self.committed.get(row.parent_id)
-            segment = Segment(
-                start=row.start_position,
-                layers=layers,
-                provenance=Provenance.parse(row.provenance),
-                parent=None if parent is None else SegmentView(parent, row.parent_limit),
-                token_count=row.token_count,
-                frozen=True,
-                filled=[row.token_count] * layers,
-                extents=list(unpack_extents(row.extents)),
-                generation=row.generation,
-                tokens=np.frombuffer(row.tokens, "<u4"),
-                start_digest=row.start_digest,
-                end_digest=row.end_digest,
-                catalog_id=row.id,
-                quarantined=row.quarantined or (row.parent_id is not None and parent is None),
-            )
-            self.committed[row.id] = segment
-            if not segment.quarantined:
-                self.index(segment.provenance).add(segment)
+            parent_row = None if row.parent_id is None else rows.get(row.parent_id)
+            problem = row_problem(row, parent_row, layers)
+            if problem is not None:
+                _log.warning("%s: segment %d is not used: %s", self.catalog.path, row.id, problem)
+                continue
+            rows[row.id] = row
+            self._load_row(row, layers)
+
+    def _load_row(self, row: SegmentRow, layers: int) -> None:
+        parent = None if row.parent_id is None else self.committed[row.parent_id]
+        segment = Segment(
+            start=row.start_position,
+            layers=layers,
+            provenance=Provenance.parse(row.provenance),
+            parent=None if parent is None else SegmentView(parent, row.parent_limit),
+            token_count=row.token_count,
+            frozen=True,
+            filled=[row.token_count] * layers,
+            extents=list(extents_of(row)),
+            generation=row.generation,
+            tokens=np.frombuffer(row.tokens, "<u4"),
+            start_digest=row.start_digest,
+            end_digest=row.end_digest,
+            catalog_id=row.id,
+            quarantined=row.quarantined,
+        )
+        self.committed[row.id] = segment
+        index = self.index(segment.provenance)
+        if not segment.quarantined and not index.find(segment.parent, segment.named_tokens):
+            index.add(segment)
 
     # ---- commit -----------------------------------------------------------------------------
 
@@ -180,14 +198,16 @@ class Committer:
                 self.residency.give_slot(slot)
                 segment.slot = NO_SLOT
 
-    def quarantine(self, segments: list[Segment]) -> None:
-        """Take damaged Segments out of the index and note it in the catalog: never found again."""
+    def quarantine(self, segments: list[Segment], *, for_good: bool) -> None:
+        """Take Segments out of the index. for_good: their bytes are damaged, and the catalog notes
+        it; else the device failed, and the next time the store is opened they are tried again."""
         for segment in segments:
             if segment.catalog_id is not None:
                 index = self.index(segment.provenance)
                 if index.find(segment.parent, segment.named_tokens) is segment:
                     index.remove(segment)
-                    self.catalog.set_quarantined(segment.catalog_id, True)
+                    if for_good:
+                        self.catalog.set_quarantined(segment.catalog_id, True)
 
 
 def _require_same(view: SegmentView, tokens: Tokens, first: int = 0) -> None:

@@ -6,9 +6,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.io.catalog import CATALOG_VERSION, FingerprintRow, SegmentRow, unpack_extents
+from kvtier.errors import FormatError
+from kvtier.io.catalog import CATALOG_VERSION, FingerprintRow, SegmentRow
 from kvtier.io.superblock import DATA_START, copy_offsets
 from kvtier.tiering import store_files
+from kvtier.tiering.catalog_rows import extents_of
+
+MISSING = "missing"
+"""Stands for a fingerprint that a damaged catalog no longer has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,11 @@ def _iso(seconds: float) -> str:
 
 
 def _extent_bytes(row: SegmentRow) -> int:
-    return sum(extent.length for extent in unpack_extents(row.extents))
+    try:
+        return sum(extent.length for extent in extents_of(row))
+    except FormatError:
+        # `verify` says what is wrong with the row; a listing shows it as holding nothing.
+        return 0
 
 
 def _fingerprint(row: FingerprintRow, segments: list[SegmentRow]) -> FingerprintEntry:
@@ -74,10 +83,18 @@ def _fingerprint(row: FingerprintRow, segments: list[SegmentRow]) -> Fingerprint
     return FingerprintEntry(
         row.id,
         row.digest.hex(),
-        json.loads(row.description),
+        _description(row),
         len(own),
         sum(each.token_count for each in own),
     )
+
+
+def _description(row: FingerprintRow) -> dict[str, Any]:
+    try:
+        found = json.loads(row.description)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"damaged": row.description[:200]}
 
 
 def describe(path: str | Path) -> StoreDescription:
@@ -100,7 +117,7 @@ def describe(path: str | Path) -> StoreDescription:
     entries = [
         SegmentEntry(
             row.id,
-            hexes[row.fingerprint_id],
+            hexes.get(row.fingerprint_id, MISSING),
             row.provenance,
             row.start_position,
             row.token_count,
@@ -123,7 +140,7 @@ def describe(path: str | Path) -> StoreDescription:
         names=[
             NameEntry(
                 row.name,
-                hexes[row.fingerprint_id],
+                hexes.get(row.fingerprint_id, MISSING),
                 row.token_count,
                 row.held,
                 _iso(row.created),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.io.device import Int64Array
 from kvtier.kernels import launch_checks
 from kvtier.kernels.paged_attention import (
@@ -64,10 +64,10 @@ class Reader:
     def attend(self, sequence: Sequence, query: Query) -> torch.Tensor:
         """Exact causal attention of the last n tokens: [q_heads, n, value_width], the query's
         dtype. Raises ConfigError, FormatError, DeviceError, CapacityError, and
-        NotImplementedError for a layer of latents."""
+        UnsupportedError for a layer of latents."""
         shape = self.geometry.layers[query.layer]
         if not shape.value_width:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"layer {query.layer} keeps latents (value width 0): kvtier stores them, "
                 "attention over them is not built"
             )

@@ -135,8 +135,11 @@ class Store:
                 sequence.views = list(views)
                 try:
                     self._restore(sequence)
-                except (FormatError, DeviceError):
-                    if not self._drop_damaged(sequence):
+                except (FormatError, DeviceError) as error:
+                    damaged = self._quarantine(sequence, error)
+                    self._release_views(sequence)
+                    if not damaged:
+                        # No Segment is to blame: the device as a whole fails.
                         raise
                     continue
                 break
@@ -165,14 +168,10 @@ class Store:
         loaded = self._mover.load(units, idle_only=True)
         self._extents.check_headers(units[loaded:])
 
-    def _drop_damaged(self, sequence: Sequence) -> bool:
-        """After a failed restore: take damaged Segments out of the index, let go of the match.
-
-        False: no Segment is to blame, the device as a whole fails.
-        """
+    def _quarantine(self, sequence: Sequence, error: Exception) -> bool:
+        """After a failed read: whom it marked is not found again. False: nobody was marked."""
         damaged = [view.segment for view in sequence.views if view.segment.quarantined]
-        self._committer.quarantine(damaged)
-        self._release_views(sequence)
+        self._committer.quarantine(damaged, for_good=isinstance(error, FormatError))
         return bool(damaged)
 
     def fork(self, sequence: Sequence) -> Sequence:
@@ -269,10 +268,8 @@ class Store:
             )
             try:
                 return self._reader.attend(sequence, asked)
-            except (FormatError, DeviceError):
-                self._committer.quarantine(
-                    [view.segment for view in sequence.views if view.segment.quarantined]
-                )
+            except (FormatError, DeviceError) as error:
+                self._quarantine(sequence, error)
                 raise
 
     def name_tokens(self, sequence: Sequence, tokens: object) -> None:

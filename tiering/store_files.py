@@ -16,7 +16,14 @@ from typing import Any
 
 import yaml
 
-from kvtier.errors import ConfigError, DeviceError, FormatError, VersionMismatch, WrongStoreError
+from kvtier.errors import (
+    ConfigError,
+    DeviceError,
+    FormatError,
+    KvtierError,
+    VersionMismatch,
+    WrongStoreError,
+)
 from kvtier.io.catalog import Catalog
 from kvtier.io.durability import sync_directory
 from kvtier.io.lock import StoreLock
@@ -26,7 +33,10 @@ CATALOG = "catalog.sqlite"
 LOCK = "lock"
 REGION = "region.kv"
 LAYOUT_VERSION = 1
-OWN_FILES = {CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm", LOCK, REGION, f"{SETTINGS}.new"}
+CATALOG_FILES = {
+    name + suffix for name in (CATALOG, f"{CATALOG}.new") for suffix in ("", "-wal", "-shm")
+}
+OWN_FILES = {*CATALOG_FILES, LOCK, REGION, f"{SETTINGS}.new"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,17 @@ def _parse_settings(data: Any, path: Path) -> Settings:
     return Settings(str(uuid.UUID(store_uuid)), region_path, region_bytes)
 
 
+@contextmanager
+def _typed(path: Path) -> Iterator[None]:
+    """The operating system's errors as kvtier's."""
+    try:
+        yield
+    except KvtierError:
+        raise
+    except OSError as error:
+        raise DeviceError(f"{path}: {error.strerror}", error.errno or 0) from error
+
+
 def write_settings(directory: Path, settings: Settings) -> None:
     """Write the settings so that a crash leaves none or all of them."""
     text = yaml.safe_dump(
@@ -89,25 +110,24 @@ def write_settings(directory: Path, settings: Settings) -> None:
         sort_keys=False,
     )
     new = directory / f"{SETTINGS}.new"
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.rename(directory / SETTINGS)
+    with _typed(new):
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.rename(directory / SETTINGS)
     sync_directory(os.fspath(directory))
 
 
 def prepare_directory(directory: Path) -> None:
     """Make the directory of a new store, mode 0700. Raises ConfigError when other files lie there,
     DeviceError."""
-    try:
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory} is a file: a store is a directory")
+    with _typed(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = {each.name for each in directory.iterdir()}
-    except FileExistsError as error:
-        raise ConfigError(f"{directory} is a file: a store is a directory") from error
-    except OSError as error:
-        raise DeviceError(f"{directory}: {error.strerror}", error.errno or 0) from error
     if found - OWN_FILES:
         raise ConfigError(
             f"{directory} is not a kvtier store and not empty "
@@ -130,8 +150,9 @@ def clear_leftovers(directory: Path) -> None:
                 f"{directory} has lost its {SETTINGS}, but its catalog names {stored} segments of "
                 f"store {store_uuid}. Put the file back, or delete the directory to lose them"
             )
-    for name in OWN_FILES - {LOCK}:
-        (directory / name).unlink(missing_ok=True)
+    with _typed(directory):
+        for name in OWN_FILES - {LOCK}:
+            (directory / name).unlink(missing_ok=True)
 
 
 def lock(directory: Path) -> StoreLock:

@@ -15,12 +15,13 @@ import numpy as np
 
 from kvtier.errors import ConfigError, DeviceError, FormatError
 from kvtier.io.buffers import aligned_bytes
-from kvtier.io.catalog import Catalog, FingerprintRow, NameRow, SegmentRow, unpack_extents
+from kvtier.io.catalog import Catalog, FingerprintRow, NameRow, SegmentRow
 from kvtier.io.device import Buffers, Device
 from kvtier.io.extent import Extent
 from kvtier.io.probe import open_device
 from kvtier.io.region import Region
 from kvtier.tiering import extent_format, store_files
+from kvtier.tiering.catalog_rows import extents_of, row_problem
 from kvtier.tiering.chain import Tokens, chain_digest
 from kvtier.tiering.extent_format import ExtentIdentity
 from kvtier.tiering.geometry import ITEM_BYTES
@@ -65,8 +66,8 @@ def verify(path: str | Path) -> Report:
         with catalog.transaction():
             segments, names = catalog.segments(), catalog.names()
             fingerprints = {row.id: row for row in catalog.fingerprints()}
-        _check_references(segments, names, fingerprints, report)
-        _check_overlaps(segments, report)
+        sound = _check_references(segments, names, fingerprints, report)
+        _check_overlaps(sound, report)
         region_path = settings.region_file(directory)
         try:
             device = open_device(region_path, writable=False)
@@ -75,10 +76,10 @@ def verify(path: str | Path) -> Report:
             return report
         try:
             _check_region(device, settings.store_uuid, settings.region_bytes, report)
-            streams = _streams(segments)
-            for row in segments:
+            streams = _streams(sound)
+            for row in sound:
                 _check_segment(device, row, fingerprints[row.fingerprint_id], catalog, report)
-                _check_tokens(row, streams.get(row.id), report)
+                _check_tokens(row, streams[row.id], report)
         finally:
             device.close()
     return report
@@ -106,39 +107,33 @@ def _check_references(
     names: list[NameRow],
     fingerprints: dict[int, FingerprintRow],
     report: Report,
-) -> None:
-    """Parents, names and fingerprints exist and fit; positions follow each other."""
-    by_id = {row.id: row for row in segments}
+) -> list[SegmentRow]:
+    """Rows, parents, names and fingerprints fit together; returns the rows that can be true."""
+    sound: dict[int, SegmentRow] = {}
     for row in segments:
         where = f"segment {row.id}"
+        parent = None if row.parent_id is None else sound.get(row.parent_id)
+        problem = row_problem(row, parent, None)
         if row.fingerprint_id not in fingerprints:
-            report.add("reference", where, f"its fingerprint {row.fingerprint_id} is missing")
-        start = 0
-        if row.parent_id is not None:
-            parent = by_id.get(row.parent_id)
-            if parent is None or parent.fingerprint_id != row.fingerprint_id:
-                report.add("reference", where, f"its parent {row.parent_id} is missing")
-                continue
-            if not 0 < row.parent_limit <= parent.token_count:
-                report.add("reference", where, f"it begins outside its parent {parent.id}")
-            start = parent.start_position + row.parent_limit
-        if row.start_position != start:
-            report.add("reference", where, f"it begins at {row.start_position}, not at {start}")
+            problem = f"its fingerprint {row.fingerprint_id} is missing"
+        if problem is not None:
+            report.add("reference", where, problem)
+            continue
+        sound[row.id] = row
         if row.quarantined:
             report.add("extent", where, "it is quarantined: damage was found before")
     for name in names:
-        target = by_id.get(name.segment_id)
+        target = sound.get(name.segment_id)
         if target is None or not 0 < name.limit <= target.token_count:
             report.add("reference", f"name {name.name!r}", f"segment {name.segment_id} is missing")
         elif target.start_position + name.limit != name.token_count:
             report.add("reference", f"name {name.name!r}", "its length is not its segment's end")
+    return list(sound.values())
 
 
 def _check_overlaps(segments: list[SegmentRow], report: Report) -> None:
     ranges = sorted(
-        (extent.offset, extent.end, row.id)
-        for row in segments
-        for extent in unpack_extents(row.extents)
+        (extent.offset, extent.end, row.id) for row in segments for extent in extents_of(row)
     )
     for (_, end, owner), (offset, _, other) in pairwise(ranges):
         if offset < end:
@@ -146,25 +141,23 @@ def _check_overlaps(segments: list[SegmentRow], report: Report) -> None:
 
 
 def _streams(segments: list[SegmentRow]) -> dict[int, Tokens]:
-    """All tokens from position 0 to the end of each Segment; those with lost parents left out."""
+    """All tokens from position 0 to the end of each Segment."""
     by_id = {row.id: row for row in segments}
     streams: dict[int, Tokens] = {}
     for row in segments:  # a parent's id is smaller than its children's
         own = np.frombuffer(row.tokens, "<u4")
         if row.parent_id is None:
             streams[row.id] = own
-        elif row.parent_id in streams:
+        else:
             before = by_id[row.parent_id].start_position + row.parent_limit
             streams[row.id] = np.concatenate([streams[row.parent_id][:before], own])
     return streams
 
 
-def _check_tokens(row: SegmentRow, stream: Tokens | None, report: Report) -> None:
+def _check_tokens(row: SegmentRow, stream: Tokens, report: Report) -> None:
     """The names of a Segment's ends are the digests of the tokens before them."""
-    if stream is None:
-        return
     ends = chain_digest(stream[: row.start_position]), chain_digest(stream)
-    if ends != (row.start_digest, row.end_digest) or len(row.tokens) != 4 * row.token_count:
+    if ends != (row.start_digest, row.end_digest):
         report.add("tokens", f"segment {row.id}", "its digests are not those of its tokens")
 
 
@@ -177,7 +170,7 @@ def _check_segment(
 ) -> None:
     report.segments_checked += 1
     store_uuid = uuid.UUID(catalog.store_uuid).bytes
-    for layer, extent in enumerate(unpack_extents(row.extents)):
+    for layer, extent in enumerate(extents_of(row)):
         identity = ExtentIdentity(
             store_uuid=store_uuid,
             fingerprint=fingerprint.digest,

@@ -10,6 +10,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from kvtier.errors import UnsupportedError
+
 NAME = "kvtier"
 TAG = "_kvtier_layer"
 """Attribute of the keys that a TieredCache returns: the layer that answers for them."""
@@ -51,11 +53,11 @@ def tiered_attention(
     """Attention over a TieredCache; for any other cache, what "sdpa" computes."""
     layer: TieredKeys | None = getattr(key, TAG, None)
     if kwargs.get("s_aux") is not None:
-        raise NotImplementedError("attention with learned sinks is not supported")
+        raise UnsupportedError("attention with learned sinks is not supported")
     if layer is None:
         mask = _plain_mask(query, key, attention_mask, sliding_window)
         if softcap is not None:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 "logit soft-capping without a TieredCache: set_attn_implementation('eager')"
             )
         plain: tuple[torch.Tensor, torch.Tensor | None] = sdpa_attention_forward(
@@ -63,7 +65,7 @@ def tiered_attention(
         )
         return plain
     if dropout or (torch.is_grad_enabled() and query.requires_grad):
-        raise NotImplementedError(
+        raise UnsupportedError(
             "a TieredCache is for inference: run the model in eval mode under torch.no_grad()"
         )
     layer.require_window(sliding_window)
@@ -81,7 +83,7 @@ def _plain_mask(
     if padding is not None and padding.ndim == 4:
         return padding
     if padding is not None and padding.shape[1] != held:
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"an attention_mask of {padding.shape[1]} tokens for {held} keys with attention "
             "'kvtier': pass one of all tokens"
         )
@@ -111,13 +113,13 @@ def padding_mask(
 ) -> torch.Tensor | None:
     """The padding alone, [batch, keys]; causality and windows are the attention function's."""
     if int(q_offset) + q_length != kv_offset + kv_length:
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"a cache of fixed length ({kv_length}) with attention 'kvtier': call "
             "model.set_attn_implementation('sdpa')"
         )
     # The library forbids the skip wherever the mask is more than causality and a window.
     if not allow_is_causal_skip:
-        raise NotImplementedError(
+        raise UnsupportedError(
             "attention 'kvtier' takes causal and sliding-window masks, not packed sequences, "
             "blocks or custom overlays"
         )

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.store import Store
 
@@ -49,13 +49,13 @@ class Rows:
     def advance(self, layer: int, count: int) -> int:
         """A layer takes `count` new columns; returns the column where they begin.
 
-        Raises ConfigError and NotImplementedError for a model that breaks the invariants.
+        Raises ConfigError and UnsupportedError for a model that breaks the invariants.
         """
         at = self.columns[layer]
         if layer == 0:
             self.require_between_passes()
         if self.unattended is not None:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"layer {self.unattended} did not attend with 'kvtier': the model computes its "
                 "attention itself, or its attention was set to another after the store was opened"
             )
@@ -157,5 +157,5 @@ def left_pads(ids: Ids, mask: torch.Tensor | None) -> list[int]:
         if pad == ids.shape[1]:
             raise ConfigError(f"row {row} is padding alone")
         if not shown[row, pad:].all():
-            raise NotImplementedError(f"row {row} is padded elsewhere than on its left")
+            raise UnsupportedError(f"row {row} is padded elsewhere than on its left")
     return pads

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.tiering.adapters import attention
 from kvtier.tiering.adapters.batch import Ids, Rows, as_batch, left_pads, shared_columns
 from kvtier.tiering.sequence import Sequence
@@ -90,7 +90,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._check_mask(attention_mask)
         given, self._given = self._given, None
         if values is not given:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"layer {self.layer} attends to other values than it gave to its cache"
             )
         rows.unattended = None
@@ -122,7 +122,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 raise ConfigError("this cache has padded rows, but the model got no attention_mask")
             return
         if mask.ndim != 2:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"a TieredCache takes a padding mask [batch, tokens]: got {list(mask.shape)}"
             )
         expected = torch.arange(mask.shape[1])[None] >= torch.tensor(rows.pads)[:, None]
@@ -148,7 +148,7 @@ class TieredCache(Cache):
 
     input_ids: [tokens] or [batch, tokens]. attention_mask: same shape, zeros on the left where
     rows are padded. At least one token is always left for the model to compute. Raises
-    ConfigError, and NotImplementedError for padding that is not on the left.
+    ConfigError, and UnsupportedError for padding that is not on the left.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ import xxhash
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.tiering.fingerprint import Fingerprint
 from kvtier.tiering.geometry import Geometry, LayerGeometry
 from kvtier.tiering.packing import TORCH_DTYPES
@@ -31,11 +31,11 @@ RUNTIME_FIELDS = {
 
 
 def geometry_of(model: PreTrainedModel) -> Geometry:
-    """The KV shapes of every layer. Raises NotImplementedError, naming the layer kind, for
+    """The KV shapes of every layer. Raises UnsupportedError, naming the layer kind, for
     models that keep other state than keys and values, or share it between layers."""
     config: Any = model.config.get_text_config(decoder=True)
     if model.device.type != "cpu":
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"the model is on {model.device}: GPU tiers are not built yet, use model.to('cpu')"
         )
     dtypes = {value: name for name, value in TORCH_DTYPES.items()}
@@ -44,21 +44,21 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
     if not getattr(config, "is_causal", True) or getattr(
         config, "use_bidirectional_attention", False
     ):
-        raise NotImplementedError("a model whose attention is not causal has no KV to reuse")
+        raise UnsupportedError("a model whose attention is not causal has no KV to reuse")
     if model.config.is_encoder_decoder:
-        raise NotImplementedError("an encoder-decoder model has KV that depends on its encoder")
+        raise UnsupportedError("an encoder-decoder model has KV that depends on its encoder")
     if getattr(config, "kv_lora_rank", None):
-        raise NotImplementedError("latent attention (MLA) models are not supported yet")
+        raise UnsupportedError("latent attention (MLA) models are not supported yet")
     kinds, options = get_layer_types_and_kwargs(config)
     layers = []
     for index, (kind, option) in enumerate(zip(kinds, options, strict=True)):
         if kind == "dummy":
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"layer {index} keeps no KV of its own: it shares another layer's, or does not "
                 "attend"
             )
         if kind not in LAYER_KINDS:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"layer {index} is of kind {kind!r}: kvtier takes {' and '.join(LAYER_KINDS)}"
             )
         own = config.per_layer_config[index]
@@ -72,7 +72,7 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
 def fingerprint_of(model: PreTrainedModel, geometry: Geometry, namespace: str) -> Fingerprint:
     """Digest of weights, config, rotary settings, active adapters, shapes and namespace.
 
-    Raises NotImplementedError for rotary embeddings that change with the length of the text:
+    Raises UnsupportedError for rotary embeddings that change with the length of the text:
     the KV of a prefix would then depend on what follows it.
     """
     config = {
@@ -118,7 +118,7 @@ def _rotary(model: torch.nn.Module) -> list[dict[str, Any]]:
         kinds = kind if isinstance(kind, dict) else {"all": kind}
         for each in kinds.values():
             if each in LENGTH_DEPENDENT_ROPE:
-                raise NotImplementedError(
+                raise UnsupportedError(
                     f"rotary scaling {each!r} changes keys with the length of the text; their KV "
                     "cannot be reused"
                 )

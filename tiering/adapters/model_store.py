@@ -9,7 +9,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.tiering.adapters import attention
 from kvtier.tiering.adapters.huggingface import TieredCache
 from kvtier.tiering.adapters.model_identity import fingerprint_of, geometry_of
@@ -31,7 +31,7 @@ class ModelStore(Store):
     def attach(self, model: PreTrainedModel) -> None:
         """Set the model's attention, and watch which tokens it is given.
 
-        Raises NotImplementedError for a model whose attention cannot be set.
+        Raises UnsupportedError for a model whose attention cannot be set.
         """
         attention.register()
         self.model = model
@@ -39,7 +39,7 @@ class ModelStore(Store):
         before = users[0] if users else model.config._attn_implementation
         model.set_attn_implementation(attention.NAME)
         if model.config._attn_implementation != attention.NAME:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"{type(model).__name__} computes its attention itself: it cannot be set"
             )
         setattr(model, USERS, [*users, before])
@@ -97,7 +97,7 @@ class ModelStore(Store):
             return None
         for name in OTHER_INPUTS:
             if given.get(name) is not None:
-                raise NotImplementedError(
+                raise UnsupportedError(
                     f"{name} given: KV that depends on more than token ids cannot be named by them"
                 )
         ids, positions = given.get("input_ids"), given.get("position_ids")
