@@ -17,19 +17,35 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvtier.errors import CapacityError, ConfigError
-from kvtier.io.alignment import GRID_BYTES, align_up
+from kvtier.io.alignment import GRID_BYTES, align_down, align_up, os_page_bytes
 from kvtier.io.device import ByteArray
+from kvtier.io.syscalls import return_pages
 
 
 def aligned_bytes(nbytes: int) -> ByteArray:
-    """uint8 [nbytes] of zeros that begins on an OS page, and so on 4096 bytes at least."""
+    """uint8 [nbytes] of zeros that begins on an OS page, and so on 4096 bytes at least.
+
+    Raises CapacityError when the system does not grant that much address space.
+    """
     if nbytes < 0:
         raise ConfigError(f"memory of {nbytes} bytes was asked for")
     if not nbytes:
         return np.empty(0, np.uint8)
     # A private mapping: a forked child must not share the bytes that the parent reads into.
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise CapacityError(f"memory ({error})", nbytes, 0, nbytes) from error
     return np.frombuffer(pages, np.uint8)
+
+
+def give_back(memory: ByteArray, start: int, length: int) -> None:
+    """Return the OS pages that lie wholly inside a piece of `aligned_bytes` memory to the system;
+    they read as zeros afterwards."""
+    first = align_up(start, os_page_bytes())
+    past = align_down(start + length, os_page_bytes())
+    if past > first:
+        return_pages(memory.ctypes.data + first, past - first)
 
 
 class BufferPool:

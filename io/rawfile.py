@@ -27,6 +27,7 @@ from kvtier.errors import (
     ConfigError,
     DeviceError,
     ForeignDataError,
+    LockedError,
 )
 from kvtier.io import syscalls
 from kvtier.io.alignment import GRID_BYTES, align_down
@@ -164,8 +165,8 @@ def open_raw(path: str, *, writable: bool, direct: DirectMode = "preferred") -> 
 
     direct: "required" raises where the file system refuses direct I/O; "preferred" goes through
     the page cache there, says so in `direct_io_reason` and logs one warning; "off" never asks.
-    A block device opened for writing is opened exclusively. Raises DeviceError, and
-    ForeignDataError if the device is mounted or otherwise in use.
+    What is opened for writing is opened exclusively. Raises DeviceError, ForeignDataError if a
+    device is mounted or otherwise in use, and LockedError if a file has another writer.
     """
     is_block = stat.S_ISBLK(_status(path, writable).st_mode)
     block_bytes, refusal = GRID_BYTES, ""
@@ -195,11 +196,16 @@ def open_raw(path: str, *, writable: bool, direct: DirectMode = "preferred") -> 
         if direct == "preferred":
             _log.warning("%s goes through the page cache: %s", path, refusal)
     try:
+        if writable and not is_block:
+            _lock_file(fd, path)
         if is_block:
             block_bytes = _ioctl_number(fd, _BLKSSZGET, "i")
             capacity = _ioctl_number(fd, _BLKGETSIZE64, "Q")
         else:
             capacity = align_down(os.fstat(fd).st_size, block_bytes)
+    except LockedError:
+        os.close(fd)
+        raise
     except OSError as error:
         os.close(fd)
         raise DeviceError(f"{path} does not tell its size: {error}", error.errno or 0) from error
@@ -210,6 +216,18 @@ def open_raw(path: str, *, writable: bool, direct: DirectMode = "preferred") -> 
         is_block_device=is_block,
         direct=(direct_io, "O_DIRECT" if direct_io else f"page cache: {refusal}"),
     )
+
+
+def _lock_file(fd: int, path: str) -> None:
+    """What O_EXCL is for a block device: one writer, whatever store it believes to belong to."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise LockedError(
+            f"{path} is open for writing already, by another store or a copy of this one. Close "
+            "it there",
+            errno.EWOULDBLOCK,
+        ) from error
 
 
 def _file_block(path: str) -> tuple[int, str]:

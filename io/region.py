@@ -27,14 +27,13 @@ from kvtier.io.device import Buffers, Device
 from kvtier.io.foreign import foreign_content, in_use_by
 from kvtier.io.superblock import (
     DATA_START,
+    REGION_BYTES_MIN,
     SUPERBLOCK_BYTES,
     Superblock,
     SuperblockCopy,
     copy_offsets,
     read_copies,
 )
-
-REGION_BYTES_MIN = 2 * 1024 * 1024
 
 
 class Region:

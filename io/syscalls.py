@@ -5,6 +5,7 @@ what the errno means and turn it into an error of kvtier.
 """
 
 import ctypes
+import mmap
 import os
 from dataclasses import dataclass
 
@@ -149,4 +150,10 @@ def cachestat(fd: int) -> int:
 def mincore(address: int, length: int, pages: "ctypes.Array[ctypes.c_ubyte]") -> None:
     """Fill one byte per OS page of the mapping; its lowest bit says that the page is cached."""
     if _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), pages) < 0:
+        _raise_errno()
+
+
+def return_pages(address: int, length: int) -> None:
+    """madvise(2) with MADV_DONTNEED: whole OS pages go back to the system and read as zeros."""
+    if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), mmap.MADV_DONTNEED) < 0:
         _raise_errno()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtier.errors import KvtierError
-    from kvtier.front import open_store as open  # noqa: A004
+    from kvtier.front import open  # noqa: A004
     from kvtier.tiering.config import Config
     from kvtier.tiering.fingerprint import Fingerprint, Provenance
     from kvtier.tiering.geometry import Geometry, LayerGeometry
@@ -43,7 +43,7 @@ _HOMES = {
     "Sequence": ("kvtier.tiering.sequence", "Sequence"),
     "Store": ("kvtier.tiering.store", "Store"),
     "StoreStats": ("kvtier.tiering.stats", "StoreStats"),
-    "open": ("kvtier.front", "open_store"),
+    "open": ("kvtier.front", "open"),
 }
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtier.tiering.store import Store
 
 
-def open_store(
+def open(  # noqa: A001
     path: str | Path,
     *,
     model: Any = None,
@@ -48,6 +48,11 @@ def open_store(
     if model is not None:
         if geometry is not None or fingerprint is not None:
             raise ConfigError("pass a model, or geometry and fingerprint, not both")
+        if not hasattr(model, "config"):
+            raise ConfigError(
+                f"model must be a loaded Hugging Face model: got {type(model).__name__}. "
+                "Load it with transformers.AutoModelForCausalLM.from_pretrained"
+            )
         from kvtier.tiering.adapters.model_store import open_for_model
 
         store: Store = open_for_model(path, model, namespace, config)

@@ -7,12 +7,13 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvtier.errors import CapacityError, ConfigError, DeviceError
+from kvtier.errors import CapacityError, ConfigError, DeviceError, LockedError
 from kvtier.io import rawfile, syscalls
 from kvtier.io.pagecache import cached_bytes
 from kvtier.io.rawfile import create_region_file, open_raw
@@ -248,3 +249,12 @@ def test_cached_bytes_is_unknown(path: str, monkeypatch: pytest.MonkeyPatch) -> 
         cached_bytes(path)
     with pytest.raises(DeviceError, match="cannot open"):
         cached_bytes(path + "-missing")
+
+
+def test_a_file_has_one_writer_and_many_readers(path: str) -> None:
+    """Two stores, or two copies of one, must not write to one region file."""
+    with closing(open_raw(path, writable=True)):
+        with pytest.raises(LockedError, match="open for writing already"):
+            open_raw(path, writable=True)
+        open_raw(path, writable=False).close()
+    open_raw(path, writable=True).close()

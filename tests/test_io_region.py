@@ -25,9 +25,10 @@ from kvtier.io.device import Buffers, Int64Array
 from kvtier.io.pagecache import cached_bytes
 from kvtier.io.probe import open_device
 from kvtier.io.rawfile import create_region_file
-from kvtier.io.region import REGION_BYTES_MIN, Region
+from kvtier.io.region import Region
 from kvtier.io.superblock import (
     DATA_START,
+    REGION_BYTES_MIN,
     SUPERBLOCK_BYTES,
     Superblock,
 )

@@ -47,7 +47,7 @@ def test_region_is_a_size_or_a_path() -> None:
     assert (Config().region_bytes, Config().region_path) == (None, None)
     sized = Config(region="4GiB")
     assert (sized.region_bytes, sized.region_path) == (4 << 30, None)
-    assert Config(region=8192).region_bytes == 8192
+    assert Config(region=8 << 20).region_bytes == 8 << 20
     placed = Config(region="/dev/nvme9n1")
     assert (placed.region_bytes, placed.region_path) == (None, "/dev/nvme9n1")
     assert Config(region="./region.img").region_path == "./region.img"
@@ -72,3 +72,9 @@ def test_wrong_settings_are_named(settings: dict[str, str], named: str) -> None:
 def test_limits_in_bytes() -> None:
     config = Config(hot="1MiB", host="2MB")
     assert (config.hot_bytes, config.host_bytes) == (1 << 20, 2_000_000)
+
+
+def test_a_region_is_rounded_down_to_the_grid() -> None:
+    assert Config(region="4MB").region_bytes == 3_997_696
+    assert Config(region=4_000_001).region_bytes == 3_997_696
+    assert Config(region="4MiB").region_bytes == 4 << 20

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvtier
-from kvtier.errors import LockedError
+from kvtier.errors import ConfigError, LockedError
 from kvtier.tiering.adapters.huggingface import TieredCache
 from tests.model_cases import PAD, expected, gemma3, generate, llama, padded, prompt, qwen2
 
@@ -243,3 +243,25 @@ def test_the_attention_is_put_back(make: Callable[[], Any], tmp_path: Path) -> N
     with pytest.raises(kvtier.KvtierError):
         kvtier.open(tmp_path / "two", model=model, region="8MiB", hot=1)
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("change", ["weight", "rotary", "replaced"])
+def test_weights_changed_while_the_store_is_open_are_refused(tmp_path: Path, change: str) -> None:
+    """KV of the changed model must not be stored under the fingerprint of the one before."""
+    model = qwen2()
+    ids = prompt(5, 60)
+    with kvtier.open(tmp_path / "kv", model=model, region="16MiB", hot="4MiB") as store:
+        cache = TieredCache(store, ids)
+        generate(model, ids, cache, 2)
+        with torch.no_grad():
+            if change == "weight":
+                model.model.layers[1].self_attn.k_proj.weight.mul_(1.5)
+            elif change == "rotary":
+                model.model.rotary_emb.inv_freq.mul_(0.9)
+            else:
+                old = model.model.layers[0].self_attn.v_proj
+                old.weight = torch.nn.Parameter(old.weight * 2)
+        with pytest.raises(ConfigError, match="weights were changed since the store was opened"):
+            generate(model, ids, TieredCache(store, ids), 2)
+    with kvtier.open(tmp_path / "kv", model=model) as store:
+        assert TieredCache(store, ids).restored_tokens == 0

@@ -6,7 +6,7 @@ import pytest
 
 import kvtier
 from kvtier.errors import ConfigError
-from kvtier.tiering import chain, committer
+from kvtier.tiering import chain, chain_hash, committer
 from kvtier.tiering.config import Config
 from kvtier.tiering.fingerprint import Fingerprint, Provenance
 from kvtier.tiering.geometry import Geometry, LayerGeometry
@@ -71,6 +71,7 @@ def test_equal_digests_do_not_make_tokens_equal(
         return bytes(16)
 
     monkeypatch.setattr(committer, "chain_digest", constant)
+    monkeypatch.setattr(chain_hash.ChainHash, "digest", bytes(16))
     kv = KV(PLAIN)
     first, second = list(range(1, 65)), list(range(101, 165))
     with open_store(tmp_path) as store:

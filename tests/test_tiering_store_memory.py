@@ -1,17 +1,20 @@
 """Memory limits of a store: hard ones, in its own count and in that of the kernel."""
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.io.probe import Engine
 from kvtier.tiering import extent_io
 from kvtier.tiering.config import Config
-from kvtier.tiering.geometry import SEGMENT_TOKENS, Geometry
+from kvtier.tiering.frames import MemoryTier
+from kvtier.tiering.geometry import SEGMENT_TOKENS, Geometry, LayerGeometry
 from kvtier.tiering.writer import hot_bytes_min, unit_bytes_max
 from tests import store_worker
 from tests.store_cases import (
@@ -218,3 +221,23 @@ def test_frames_are_all_free_again_after_the_last_release(tmp_path: Path) -> Non
         assert (stats.hot_bytes, stats.device_bytes, stats.segments) == (0, 0, 0)
         assert not np.any(store._residency.on_nvme)
         check_settled(store, tmp_path)
+
+
+def test_row_widths_share_one_limit_in_the_kernels_count_too(tmp_path: Path) -> None:
+    """Each width has its own pool; memory of free Frames goes back when there are several."""
+    layers = tuple(LayerGeometry(2, width, width) for width in (32, 64, 96, 128))
+    geometry = Geometry(layers, "float32")
+    tier = MemoryTier("HOT", 64 * MIB, geometry)
+    before = resident_bytes()
+    for layer in range(len(layers)):
+        count = tier.limit_bytes // geometry.frame_bytes(layer)
+        frames = tier.take(layer, count)
+        tier.memory(layer)[torch.from_numpy(frames)] = 1.0
+        assert resident_bytes() - before > 48 * MIB
+        tier.give(layer, frames)
+    assert resident_bytes() - before < 16 * MIB
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()

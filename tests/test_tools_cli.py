@@ -1,6 +1,8 @@
 """The kvtier command: exit codes, messages, JSON, and that ls and doctor answer at once."""
 
+import importlib.util
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvtier
-from kvtier.tools import direct_io
+from kvtier.tools import direct_io, installing
 from kvtier.tools.text_table import human_bytes, table
 
 ROOT = Path(__file__).parent.parent
@@ -111,6 +113,77 @@ def test_verify_of_a_damaged_store_is_exit_code_1(tmp_path: Path) -> None:
     assert len(found["findings"]) == 1
 
 
+def test_missing_region_is_said_once_and_plainly(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store")
+    region = store / "region.kv"
+    assert as_json("ls", str(store))["region_state"] == "present"
+    assert "the region is" not in kvtier_command("ls", str(store)).stdout
+    region.unlink()
+    assert as_json("ls", str(store))["region_state"] == "missing"
+    sentence = (
+        "the region is missing: restore the file or device; without it every segment is a miss"
+    )
+    out = kvtier_command("ls", str(store)).stdout
+    assert sentence in out.splitlines()
+    assert "book" in out
+    assert "\x1b" not in out
+    (finding,) = as_json("verify", str(store), code=1)["findings"]
+    assert finding == {"kind": "region", "where": str(region), "what": sentence}
+    assert kvtier_command("verify", str(store), code=1).stdout.count(str(region)) == 1
+    found = as_json("doctor", str(store))
+    assert not found["direct_io"]["usable"]
+    assert found["direct_io"]["reason"] == sentence
+    assert found["fingerprints"]
+
+
+def test_truncated_region_is_said_with_both_sizes(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store")
+    region = store / "region.kv"
+    whole = region.stat().st_size
+    for nbytes in (0, 1 << 20, whole - 4096):
+        os.truncate(region, nbytes)
+        assert as_json("ls", str(store))["region_state"] == f"truncated to {nbytes} bytes"
+        out = kvtier_command("ls", str(store)).stdout
+        assert f"the region is truncated to {nbytes} bytes, it was made with {whole} bytes" in out
+        for finding in as_json("verify", str(store), code=1)["findings"]:
+            assert str(region) not in finding["what"]
+
+
+def test_region_that_is_longer_than_it_was_made_is_present(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store")
+    os.truncate(store / "region.kv", (16 << 20) + 4096)
+    assert as_json("ls", str(store))["region_state"] == "present"
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_findings_name_their_place_once(seed: int, tmp_path: Path) -> None:
+    """Wherever the extents are damaged, header, directory or payload."""
+    store = make_store(tmp_path / "store")
+    random = np.random.default_rng(seed)
+    with (store / "region.kv").open("r+b") as file:
+        for offset in [0, *random.integers(0, 300_000, 12).tolist()]:
+            file.seek((1 << 20) + offset)
+            file.write(random.bytes(64))
+    findings = as_json("verify", str(store), code=1)["findings"]
+    assert any(finding["kind"] == "header" for finding in findings)
+    for finding in findings:
+        assert not finding["what"].startswith(("it:", "this extent", ":", " "))
+        assert finding["where"] not in finding["what"]
+        assert "region.kv" not in finding["what"]
+
+
+@pytest.mark.parametrize("arguments", [["-m", "kvtier"], ["-m", "kvtier.tools.cli"]])
+def test_version(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, *arguments, "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"kvtier {kvtier.__version__}\n"
+
+
 def test_doctor_says_what_is_used_and_why() -> None:
     found = as_json("doctor")
     checks = {check["what"]: check for check in found["checks"]}
@@ -181,6 +254,67 @@ def test_direct_io_on_a_file_system_that_refuses(monkeypatch: pytest.MonkeyPatch
     report = direct_io.try_device("/proc/version")
     assert not report.usable
     assert "EINVAL" in report.reason or "refused" in report.reason
+
+
+MOUNTS = (
+    "25 1 8:1 / / rw - ext4 /dev/root rw\n"
+    "30 25 0:27 / /mnt rw shared:1 - xfs /dev/sdb rw\n"
+    "31 30 0:28 / /mnt/my\\040disk rw - tmpfs tmpfs rw\n"
+    "32 30 0:29 / /mnt/twice rw - tmpfs tmpfs rw\n"
+    "33 32 0:30 / /mnt/twice rw - btrfs /dev/sdc rw\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/absent", "ext4"),
+        ("/mnt/x", "xfs"),
+        ("/mnt-x", "ext4"),
+        ("/mnt/my disk/x", "tmpfs"),
+        ("/mnt/twice/x", "btrfs"),
+    ],
+)
+def test_file_system_is_that_of_the_nearest_mount(path: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "mounts").write_text(MOUNTS)
+    assert direct_io.file_system_of(path, tmp_path / "mounts") == kind
+    assert direct_io.file_system_of(path, tmp_path / "absent") is None
+
+
+def test_memory_is_not_taken_for_a_drive() -> None:
+    folder = Path("/dev/shm")
+    if direct_io.file_system_of(str(folder)) != "tmpfs" or not os.access(folder, os.W_OK):
+        pytest.skip("no tmpfs that may be written to")
+    report = direct_io.try_folder(folder)
+    if not report.usable:
+        pytest.skip(f"this kernel refuses direct I/O there: {report.reason}")
+    assert report.in_memory
+    assert "tmpfs is memory, not a drive" in report.reason
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier", "doctor", "--json"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert found["direct_io"]["file_system"] == "tmpfs"
+    used = {choice["purpose"]: choice["used"] for choice in found["choices"]}
+    assert used["page cache"] == "no drive"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("kvikio") is not None, reason="nothing to install: kvikio is there"
+)
+def test_advice_fits_a_checkout() -> None:
+    checks = {check["what"]: check["reason"] for check in as_json("doctor")["checks"]}
+    assert "pip install -e '.[gpu-cu12]' in the checkout" in checks["GPUDirect Storage"]
+
+
+def test_advice_fits_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvtier, "__file__", str(tmp_path / "kvtier" / "__init__.py"))
+    assert installing.install_extra("hf") == "pip install 'kvtier[hf]'"
 
 
 def test_direct_io_in_a_folder_that_is_not_writable() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ConfigError, KvtierError
-from kvtier.tools import demo, demo_workers, document
+from kvtier.tools import demo, demo_options, demo_workers, document
 from kvtier.tools.demo_protocol import Answered, Outcome, Task
 from kvtier.tools.stages import PlainStages
 
@@ -111,17 +111,17 @@ def test_task_and_outcome_survive_json() -> None:
 
 
 def test_only_a_store_is_removed(tmp_path: Path) -> None:
-    demo.remove_old_store(tmp_path / "absent")
+    demo_options.remove_old_store(tmp_path / "absent")
     folder = tmp_path / "store"
     folder.mkdir()
     (folder / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match="not a store of an earlier demo"):
-        demo.remove_old_store(folder)
+        demo_options.remove_old_store(folder)
     assert (folder / "thesis.txt").exists()
     (folder / "thesis.txt").unlink()
     for name in ("store.yaml", "catalog.sqlite", "catalog.sqlite-wal", "lock", "region.kv"):
         (folder / name).write_bytes(b"")
-    demo.remove_old_store(folder)
+    demo_options.remove_old_store(folder)
     assert not folder.exists()
 
 

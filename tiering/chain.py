@@ -7,9 +7,9 @@ on every hit (`prefix_index.py`).
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from kvtier.errors import ConfigError
+from kvtier.tiering.chain_hash import ChainHash
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -44,4 +44,4 @@ def as_tokens(tokens: object) -> Tokens:
 
 def chain_digest(tokens: Tokens) -> bytes:
     """Digest of the position after `tokens`, which are all tokens from the stream's start."""
-    return xxhash.xxh3_128_digest(np.ascontiguousarray(tokens, "<u4").data)
+    return ChainHash.at_start().then(tokens.astype("<u4").tobytes()).digest

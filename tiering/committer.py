@@ -13,7 +13,7 @@ import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.io.catalog import Catalog, NameRow, SegmentRow, pack_extents
-from kvtier.tiering.catalog_rows import extents_of, row_problem
+from kvtier.tiering.catalog_rows import RowChecker, extents_of
 from kvtier.tiering.chain import Tokens, chain_digest
 from kvtier.tiering.extent_io import ExtentIO
 from kvtier.tiering.fingerprint import Provenance
@@ -49,14 +49,12 @@ class Committer:
         A row that cannot be true is left out, with what hangs below it, and a warning says so.
         """
         layers = len(self.extents.geometry.layers)
-        rows: dict[int, SegmentRow] = {}
+        checker = RowChecker(layers)
         for row in self.catalog.segments(self.fingerprint_id):
-            parent_row = None if row.parent_id is None else rows.get(row.parent_id)
-            problem = row_problem(row, parent_row, layers)
+            problem = checker.problem(row)
             if problem is not None:
-                _log.warning("%s: segment %d is not used: %s", self.catalog.path, row.id, problem)
+                _log.warning("%s: segment %s is not used: %s", self.catalog.path, row.id, problem)
                 continue
-            rows[row.id] = row
             self._load_row(row, layers)
 
     def _load_row(self, row: SegmentRow, layers: int) -> None:
@@ -78,9 +76,8 @@ class Committer:
             quarantined=row.quarantined,
         )
         self.committed[row.id] = segment
-        index = self.index(segment.provenance)
-        if not segment.quarantined and not index.find(segment.parent, segment.named_tokens):
-            index.add(segment)
+        if not segment.quarantined:
+            self.index(segment.provenance).add(segment)
 
     # ---- commit -----------------------------------------------------------------------------
 

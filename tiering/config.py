@@ -6,8 +6,10 @@ from fractions import Fraction
 from typing import get_args
 
 from kvtier.errors import ConfigError
+from kvtier.io.alignment import GRID_BYTES, align_down
 from kvtier.io.probe import Engine
 from kvtier.io.rawfile import DirectMode
+from kvtier.io.superblock import REGION_BYTES_MIN
 
 UNITS = {
     "": 1,
@@ -35,7 +37,10 @@ def parse_bytes(size: int | str, what: str) -> int:
     else:
         match = re.fullmatch(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([A-Za-z]*)\s*", size)
         if match is None or match[2].lower() not in UNITS:
-            raise ConfigError(f"{what} must be a size such as '512MiB' or '4GiB': got {size!r}")
+            raise ConfigError(
+                f"{what} must be a size such as '512MiB' or '4GiB' (units B, KiB, MiB, GiB, TiB, "
+                f"KB, MB, GB, TB): got {size!r}"
+            )
         # Not float: its 53 bits would round large sizes.
         value = int(Fraction(match[1]) * UNITS[match[2].lower()])
     if not 0 <= value <= BYTES_MAX:
@@ -66,6 +71,11 @@ class Config:
     def __post_init__(self) -> None:
         parse_bytes(self.hot, "hot")
         parse_bytes(self.host, "host")
+        if self.region_bytes is not None and self.region_bytes < REGION_BYTES_MIN:
+            raise ConfigError(
+                f"region must be at least {REGION_BYTES_MIN} bytes, or a path with a '/' in it: "
+                f"got {self.region!r}"
+            )
         if self.engine not in get_args(Engine):
             raise ConfigError(f"engine must be auto, io_uring or threads: got {self.engine!r}")
         if self.direct_io not in get_args(DirectMode):
@@ -90,7 +100,8 @@ class Config:
 
     @property
     def region_bytes(self) -> int | None:
-        """The size that `region` names; None when it is a path or not given."""
+        """The size that `region` names, rounded down to the grid; None when it is a path or not
+        given."""
         if self.region is None or self.region_path is not None:
             return None
-        return parse_bytes(self.region, "region")
+        return align_down(parse_bytes(self.region, "region"), GRID_BYTES)

@@ -22,7 +22,7 @@ from kvtier.io.buffers import BufferPool
 from kvtier.io.device import Buffers, ByteArray, Device, Int64Array
 from kvtier.io.extent import Extent
 from kvtier.tiering import extent_format
-from kvtier.tiering.extent_format import ExtentIdentity
+from kvtier.tiering.extent_format import ExtentHeader, ExtentIdentity
 from kvtier.tiering.geometry import SEGMENT_TOKENS, Geometry
 from kvtier.tiering.packing import TORCH_DTYPES, Placement, pack
 from kvtier.tiering.page_layout import PageLayout
@@ -299,8 +299,7 @@ class ExtentIO:
             head = extent_format.header_bytes(self.geometry, layer, segment.token_count)
             expected = segment.payload_checksums[layer]
         else:
-            header = extent_format.parse_header(block, where)
-            extent_format.require_identity(header, self.identity(unit), where)
+            header = self._header(unit, block, where)
             layout.require_raw(header.directory, where)
             segment.directories[layer] = header.directory
             segment.orders[layer] = layout.order_of(header.directory)
@@ -309,6 +308,14 @@ class ExtentIO:
         if extent_format.checksum(payload, segment.generation) != expected:
             raise ChecksumMismatch(f"{where}: the payload is damaged")
         return payload
+
+    def _header(self, unit: Unit, block: ByteArray, where: str) -> ExtentHeader:
+        """The header of a committed Extent, once it is the one expected."""
+        header = extent_format.parse_header(block, where)
+        extent_format.require_identity(header, self.identity(unit), where)
+        if header.tokens is not None and (header.tokens != unit.segment.named_tokens).any():
+            raise ChecksumMismatch(f"{where}: its tokens are not those of the catalog")
+        return header
 
     def where(self, unit: Unit) -> str:
         """A unit's place in words, for messages."""
@@ -350,5 +357,4 @@ class ExtentIO:
     def _check_header(self, unit: Unit, block: ByteArray) -> None:
         where = self.where(unit)
         with self._blaming(unit):
-            header = extent_format.parse_header(block, where)
-            extent_format.require_identity(header, self.identity(unit), where)
+            self._header(unit, block, where)

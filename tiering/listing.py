@@ -10,7 +10,8 @@ from kvtier.errors import FormatError
 from kvtier.io.catalog import CATALOG_VERSION, FingerprintRow, SegmentRow
 from kvtier.io.superblock import DATA_START, copy_offsets
 from kvtier.tiering import store_files
-from kvtier.tiering.catalog_rows import extents_of
+from kvtier.tiering.catalog_rows import extents_of, is_well_typed
+from kvtier.tiering.region_state import region_state
 
 MISSING = "missing"
 """Stands for a fingerprint that a damaged catalog no longer has."""
@@ -50,12 +51,16 @@ class SegmentEntry:
 
 @dataclass(frozen=True, slots=True)
 class StoreDescription:
-    """Sizes in bytes, times as ISO 8601 in UTC."""
+    """Sizes in bytes, times as ISO 8601 in UTC.
+
+    region_state: "present", "missing", "truncated to N bytes" or "unreachable: WHY".
+    """
 
     uuid: str
     format_version: int
     region_path: str
     region_bytes: int
+    region_state: str
     used_bytes: int
     free_bytes: int
     fingerprints: list[FingerprintEntry]
@@ -113,6 +118,9 @@ def describe(path: str | Path) -> StoreDescription:
             catalog.segments(),
             catalog.names(),
         )
+    fingerprints = [row for row in fingerprints if is_well_typed(row)]
+    names = [row for row in names if is_well_typed(row)]
+    segments = [row for row in segments if is_well_typed(row)]
     hexes = {row.id: row.digest.hex() for row in fingerprints}
     entries = [
         SegmentEntry(
@@ -127,13 +135,15 @@ def describe(path: str | Path) -> StoreDescription:
         )
         for row in segments
     ]
+    region_path = settings.region_file(directory)
     used = sum(each.bytes for each in entries)
     window = copy_offsets(settings.region_bytes)[2] - DATA_START
     return StoreDescription(
         uuid=settings.store_uuid,
         format_version=CATALOG_VERSION,
-        region_path=settings.region_file(directory),
+        region_path=region_path,
         region_bytes=settings.region_bytes,
+        region_state=region_state(region_path, settings.region_bytes),
         used_bytes=used,
         free_bytes=window - used,
         fingerprints=[_fingerprint(row, segments) for row in fingerprints],

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError, DeviceError
 from kvtier.io.allocator import ExtentAllocator
-from kvtier.io.catalog import Catalog, unpack_extents
+from kvtier.io.catalog import Catalog
 from kvtier.io.device import Device
 from kvtier.io.probe import open_device
 from kvtier.io.rawfile import create_region_file
 from kvtier.io.region import Region
 from kvtier.tiering import store_files
+from kvtier.tiering.catalog_rows import extents_of
 from kvtier.tiering.config import Config
 from kvtier.tiering.geometry import Geometry
 from kvtier.tiering.store_files import REGION, Settings
@@ -66,7 +67,7 @@ def open_files(directory: Path, config: Config) -> OpenFiles:
             settings, region = _create(directory, config, stack)
         catalog = stack.enter_context(store_files.open_catalog(directory, settings))
         allocator = ExtentAllocator(region.data_start, region.data_end)
-        extents = [extent for row in catalog.segments() for extent in unpack_extents(row.extents)]
+        extents = [extent for row in catalog.segments() for extent in extents_of(row)]
         allocator.occupy([each.offset for each in extents], [each.length for each in extents])
         return OpenFiles(settings, region, catalog, allocator, stack.pop_all())
 

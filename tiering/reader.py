@@ -108,6 +108,11 @@ class Reader:
                 f"query of layer {query.layer} has shape {list(vectors.shape)}; it takes "
                 f"[q_heads, tokens, {shape.key_width}] with at least one token"
             )
+        if vectors.shape[0] % shape.kv_heads:
+            raise ConfigError(
+                f"query of layer {query.layer} has {vectors.shape[0]} heads; it takes a multiple "
+                f"of the {shape.kv_heads} kv heads"
+            )
         if (query.keys is None) != (query.values is None):
             raise ConfigError("keys and values are given together, or neither of them")
         for name, given, width in (

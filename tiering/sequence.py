@@ -60,6 +60,14 @@ class Sequence:
         """Everything before the Tail is on the device."""
         return all(view.segment.written for view in self.views)
 
+    def require_between_passes(self) -> None:
+        """Raises ConfigError while layers hold different numbers of tokens."""
+        if not self.between_passes:
+            raise ConfigError(
+                "a sequence can be sealed, forked or saved only between passes: its layers hold "
+                f"{sorted(set(self.lengths.tolist()))} tokens. Append to the rest, or crop"
+            )
+
     def require_open(self) -> None:
         if self.closed:
             raise ClosedError("this Sequence was closed")

@@ -5,7 +5,8 @@
     RESUME tokens -> prefix index -> longest stored match -> its Pages, layer by layer
 
 Invariants:
-- Public methods hold one lock; a Store may be used from many threads.
+- Public methods hold one lock; a Store may be used from many threads. A call that is broken off
+  by KeyboardInterrupt leaves a Store that can only be closed.
 - Data is flushed before the catalog names it; the catalog is committed before it can be found.
 - Bytes that fail their check are a miss for `resume` and a typed error for `attend`, never data.
 """
@@ -201,8 +202,8 @@ class Store:
 
     def release(self, sequence: Sequence) -> None:
         """End the use of a Sequence. What was committed stays stored; the rest is forgotten."""
-        with self._lock:
-            if sequence.closed or self._closed:
+        with self._lock.to_close():
+            if sequence.closed or self._closed or self._lock.is_broken:
                 return
             self._require_open(sequence)
             sequence.closed = True
@@ -292,8 +293,8 @@ class Store:
             )
         with self._lock:
             self._require_open(sequence)
-            lengths = sequence.lengths
-            held = int(lengths[0])
+            sequence.require_between_passes()
+            held = sequence.length()
             named = sequence.tokens if tokens is None else as_tokens(tokens)
             if len(named) not in (held, held + 1) or held == 0:
                 raise ConfigError(
@@ -377,7 +378,7 @@ class Store:
         """Release everything. Tokens of a Tail that was not saved are forgotten."""
         if not self._lock.is_ours:
             return  # In a forked child, where nothing of it is open.
-        with self._lock:
+        with self._lock.to_close():
             if self._closed:
                 return
             self._closed = True

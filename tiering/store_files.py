@@ -53,7 +53,11 @@ class Settings:
 
 
 def is_store(directory: Path) -> bool:
-    return (directory / SETTINGS).is_file()
+    """Whether there is a store. Raises ConfigError for a path that cannot be, DeviceError."""
+    if "\0" in os.fspath(directory):
+        raise ConfigError(f"a path cannot hold a zero byte: {os.fspath(directory)!r}")
+    with _typed(directory):
+        return (directory / SETTINGS).is_file()
 
 
 def read_settings(directory: Path) -> Settings:
@@ -67,7 +71,14 @@ def read_settings(directory: Path) -> Settings:
         raise DeviceError(f"{path}: {error.strerror}", error.errno or 0) from error
     try:
         return _parse_settings(yaml.safe_load(data.decode()), path)
-    except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (
+        yaml.YAMLError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:
         raise FormatError(f"{path} is damaged: {error!r}") from error
 
 
@@ -83,6 +94,8 @@ def _parse_settings(data: Any, path: Path) -> Settings:
     # A digit that became another character may turn text into a number or the reverse.
     if not isinstance(store_uuid, str) or not isinstance(region_path, str) or not region_path:
         raise TypeError(f"store_uuid and region.path are text: got {store_uuid!r}, {region_path!r}")
+    if "\0" in region_path:
+        raise ValueError("region.path holds a zero byte")
     if type(region_bytes) is not int or region_bytes <= 0:
         raise TypeError(f"region.bytes is {region_bytes!r}, not a size in bytes")
     return Settings(str(uuid.UUID(store_uuid)), region_path, region_bytes)
@@ -152,6 +165,7 @@ def clear_leftovers(directory: Path) -> None:
             )
     with _typed(directory):
         for name in OWN_FILES - {LOCK}:
+            # A directory of such a name is not ours, and unlink refuses it.
             (directory / name).unlink(missing_ok=True)
 
 

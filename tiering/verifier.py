@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.errors import ConfigError, DeviceError, FormatError
+from kvtier.errors import ConfigError, DeviceError, FormatError, KvtierError
 from kvtier.io.buffers import aligned_bytes
 from kvtier.io.catalog import Catalog, FingerprintRow, NameRow, SegmentRow
 from kvtier.io.device import Buffers, Device
@@ -21,11 +21,14 @@ from kvtier.io.extent import Extent
 from kvtier.io.probe import open_device
 from kvtier.io.region import Region
 from kvtier.tiering import extent_format, store_files
-from kvtier.tiering.catalog_rows import extents_of, row_problem
-from kvtier.tiering.chain import Tokens, chain_digest
+from kvtier.tiering.catalog_rows import RowChecker, extents_of, is_well_typed
 from kvtier.tiering.extent_format import ExtentIdentity
 from kvtier.tiering.geometry import ITEM_BYTES
 from kvtier.tiering.page_layout import PageLayout
+from kvtier.tiering.region_state import MISSING, region_advice, region_state
+
+PLACE = "this extent"
+"""Stands for an Extent in the parser's messages, and is cut off them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +68,23 @@ def verify(path: str | Path) -> Report:
     with store_files.open_catalog(directory, settings, read_only=True) as catalog:
         with catalog.transaction():
             segments, names = catalog.segments(), catalog.names()
-            fingerprints = {row.id: row for row in catalog.fingerprints()}
+            rows = catalog.fingerprints()
+        fingerprints = {row.id: row for row in rows if is_well_typed(row)}
         sound = _check_references(segments, names, fingerprints, report)
         _check_overlaps(sound, report)
         region_path = settings.region_file(directory)
+        if region_state(region_path, settings.region_bytes) == MISSING:
+            report.add("region", region_path, region_advice(MISSING, settings.region_bytes))
+            return report
         try:
             device = open_device(region_path, writable=False)
         except DeviceError as error:
-            report.add("region", region_path, str(error))
+            report.add("region", region_path, _without_place(error, region_path))
             return report
         try:
             _check_region(device, settings.store_uuid, settings.region_bytes, report)
-            streams = _streams(sound)
             for row in sound:
                 _check_segment(device, row, fingerprints[row.fingerprint_id], catalog, report)
-                _check_tokens(row, streams[row.id], report)
         finally:
             device.close()
     return report
@@ -96,10 +101,15 @@ def _check_region(device: Device, store_uuid: str, region_bytes: int, report: Re
         # Not closed as a Region: the device is still needed, and the caller closes it.
         region = Region.open(device, store_uuid, writable=False)
     except (FormatError, DeviceError, ConfigError) as error:
-        report.add("superblock", device.path, str(error))
+        report.add("superblock", device.path, _without_place(error, device.path))
     else:
         for note in region.notes:
-            report.add("superblock", device.path, note)
+            report.add("superblock", device.path, note.replace(f" of {device.path}", ""))
+
+
+def _without_place(error: KvtierError, place: str) -> str:
+    """The error's text without the place it begins with: a finding names its place already."""
+    return str(error).removeprefix(place).lstrip(": ")
 
 
 def _check_references(
@@ -109,25 +119,24 @@ def _check_references(
     report: Report,
 ) -> list[SegmentRow]:
     """Rows, parents, names and fingerprints fit together; returns the rows that can be true."""
-    sound: dict[int, SegmentRow] = {}
+    checker = RowChecker()
     for row in segments:
         where = f"segment {row.id}"
-        parent = None if row.parent_id is None else sound.get(row.parent_id)
-        problem = row_problem(row, parent, None)
-        if row.fingerprint_id not in fingerprints:
-            problem = f"its fingerprint {row.fingerprint_id} is missing"
+        problem = checker.problem(row)
         if problem is not None:
             report.add("reference", where, problem)
-            continue
-        sound[row.id] = row
-        if row.quarantined:
+        elif row.fingerprint_id not in fingerprints:
+            report.add("reference", where, f"its fingerprint {row.fingerprint_id} is missing")
+        elif row.quarantined:
             report.add("extent", where, "it is quarantined: damage was found before")
+    sound = {row.id: row for row in checker.sound if row.fingerprint_id in fingerprints}
     for name in names:
-        target = sound.get(name.segment_id)
+        where = f"name {name.name!r}"
+        target = sound.get(name.segment_id) if is_well_typed(name) else None
         if target is None or not 0 < name.limit <= target.token_count:
-            report.add("reference", f"name {name.name!r}", f"segment {name.segment_id} is missing")
+            report.add("reference", where, f"segment {name.segment_id} is missing or damaged")
         elif target.start_position + name.limit != name.token_count:
-            report.add("reference", f"name {name.name!r}", "its length is not its segment's end")
+            report.add("reference", where, "its length is not its segment's end")
     return list(sound.values())
 
 
@@ -138,27 +147,6 @@ def _check_overlaps(segments: list[SegmentRow], report: Report) -> None:
     for (_, end, owner), (offset, _, other) in pairwise(ranges):
         if offset < end:
             report.add("extent", f"byte {offset}", f"segments {owner} and {other} overlap")
-
-
-def _streams(segments: list[SegmentRow]) -> dict[int, Tokens]:
-    """All tokens from position 0 to the end of each Segment."""
-    by_id = {row.id: row for row in segments}
-    streams: dict[int, Tokens] = {}
-    for row in segments:  # a parent's id is smaller than its children's
-        own = np.frombuffer(row.tokens, "<u4")
-        if row.parent_id is None:
-            streams[row.id] = own
-        else:
-            before = by_id[row.parent_id].start_position + row.parent_limit
-            streams[row.id] = np.concatenate([streams[row.parent_id][:before], own])
-    return streams
-
-
-def _check_tokens(row: SegmentRow, stream: Tokens, report: Report) -> None:
-    """The names of a Segment's ends are the digests of the tokens before them."""
-    ends = chain_digest(stream[: row.start_position]), chain_digest(stream)
-    if ends != (row.start_digest, row.end_digest):
-        report.add("tokens", f"segment {row.id}", "its digests are not those of its tokens")
 
 
 def _check_segment(
@@ -209,13 +197,13 @@ def _extent_findings(
     report.extents_checked += 1
     report.bytes_read += extent.length
     try:
-        header = extent_format.parse_header(block, "it")
-        extent_format.require_identity(header, identity, "it")
+        header = extent_format.parse_header(block, PLACE)
+        extent_format.require_identity(header, identity, PLACE)
         layout = PageLayout(header.geometry, identity.token_count, ITEM_BYTES[header.dtype])
-        layout.require_raw(header.directory, "it")
+        layout.require_raw(header.directory, PLACE)
         layout.order_of(header.directory)
     except FormatError as error:
-        yield "header", str(error)
+        yield "header", _without_place(error, PLACE)
         return
     if header.tokens is not None and header.tokens.tobytes() != row.tokens:
         yield "tokens", "its tokens are not those of the catalog"

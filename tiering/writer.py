@@ -260,11 +260,7 @@ class Writer:
 
         Raises ConfigError during a pass.
         """
-        if not sequence.between_passes:
-            raise ConfigError(
-                "a sequence can be sealed, forked or saved only between passes: its layers hold "
-                f"{sorted(set(sequence.lengths.tolist()))} tokens"
-            )
+        sequence.require_between_passes()
         sequence.reserved_bytes = 0
         if not sequence.tail:
             return None
@@ -290,10 +286,9 @@ class Writer:
 
     def fork(self, sequence: Sequence, twin: Sequence) -> None:
         """Give an empty Sequence the same tokens."""
+        sequence.require_between_passes()
         if sequence.length() - sequence.sealed_tokens >= FORK_COPY_TOKENS_MAX:
             self.freeze(sequence)
-        elif not sequence.between_passes:
-            raise ConfigError("a sequence can be forked only between passes")
         twin.tokens = sequence.tokens
         twin.views = list(sequence.views)
         for view in twin.views:

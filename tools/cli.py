@@ -3,18 +3,23 @@
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvtier import __version__
 from kvtier.errors import KvtierError
 
 EXIT_FOUND = 1
 EXIT_REFUSED = 2
+EXIT_STOPPED = 130
 EXIT_CODES = (
     "Exit codes: 0 all well; 1 verify found something, or the demo broke a promise; "
-    "2 the request could not be carried out (bad arguments, not a store, device refused)."
+    "2 the request could not be carried out (bad arguments, not a store, device refused); "
+    "130 stopped from the keyboard."
 )
 
 app = typer.Typer(
@@ -65,7 +70,34 @@ def main() -> None:
         sys.exit(EXIT_REFUSED)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvtier {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print it and end."),
+    ] = False,
+) -> None:
+    """Options that belong to no command."""
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """An interrupt from the keyboard is one word and its own exit code, not typer's."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        raise typer.Exit(EXIT_STOPPED) from None
+
+
 @app.command(epilog=EXIT_CODES)
+@_stoppable()
 def demo(
     *,
     model: ModelOption = None,
@@ -82,7 +114,8 @@ def demo(
     Takes a few minutes on a small CPU. Compares every token with DynamicCache, and ends with
     a table and a chart.
     """
-    from kvtier.tools.demo import DemoOptions, run
+    from kvtier.tools.demo import run
+    from kvtier.tools.demo_options import DemoOptions
     from kvtier.tools.demo_report import show
 
     options = DemoOptions(
@@ -114,12 +147,13 @@ def doctor(
 ) -> None:
     """Say what this machine can do, what is used, and why."""
     from kvtier.tools import doctor as room
+    from kvtier.tools.text_table import terminal_width
 
     found = room.diagnose(_path(store), device)
     if as_json:
         _print_json(found.to_dict())
     else:
-        print(room.render(found))
+        print(room.render(found, terminal_width()))
 
 
 @app.command("ls", epilog=EXIT_CODES)
@@ -127,15 +161,17 @@ def list_store(store: StoreArgument, as_json: JsonOption = False) -> None:
     """List what a store holds: names, fingerprints, segments."""
     from kvtier.tiering.listing import describe
     from kvtier.tools.store_text import listing_text
+    from kvtier.tools.text_table import terminal_width, warning
 
     description = describe(Path(store))
     if as_json:
         _print_json(description.to_dict())
     else:
-        print(listing_text(description))
+        print(listing_text(description, terminal_width(), warning))
 
 
 @app.command(epilog=EXIT_CODES)
+@_stoppable()
 def verify(store: StoreArgument, as_json: JsonOption = False) -> None:
     """Read everything a store holds and check it; exit code 1 if anything is found."""
     from kvtier.tiering.verifier import verify as check

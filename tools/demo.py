@@ -4,40 +4,16 @@ The first process answers question 1 from nothing and saves; it ends. The second
 from the drive, answers questions 2 and 3. Both compare every token with DynamicCache.
 """
 
-import importlib.util
-import shutil
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from kvtier.errors import ConfigError
-from kvtier.tiering.store_files import OWN_FILES, SETTINGS
-from kvtier.tools import model_source
+from kvtier.tools import demo_options, model_source
+from kvtier.tools.demo_options import DemoOptions
 from kvtier.tools.demo_protocol import Answered, Outcome, Phase, Task
 from kvtier.tools.demo_workers import run_worker
+from kvtier.tools.model_source import ModelSource
 from kvtier.tools.stages import Stages, stages
-
-DEFAULT_FOLDER = Path("demo-out")
-DEFAULT_REGION = "1GiB"
-DEFAULT_HOT = "256MiB"
-PACKAGES = ("transformers", "gguf", "matplotlib", "accelerate")
-
-
-@dataclass(frozen=True, slots=True)
-class DemoOptions:
-    """What the user asked for; None where the demo chooses."""
-
-    model: str | None = None
-    document: Path | None = None
-    store: Path | None = None
-    region: str = DEFAULT_REGION
-    hot: str = DEFAULT_HOT
-    force: bool = False
-    chart: Path | None = None
-
-    @property
-    def chart_path(self) -> Path:
-        return self.chart or DEFAULT_FOLDER / "demo.png"
+from kvtier.tools.system_errors import typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,35 +68,38 @@ class DemoResult:
 
 
 def run(options: DemoOptions) -> DemoResult:
-    """Run the demo and write its chart. Raises KvtierError if a part of it cannot run."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"the demo needs {', '.join(missing)}: install them with pip install 'kvtier[hf]'"
-        )
+    """Run the demo and write its chart.
+
+    Raises KvtierError if a part of it cannot run; what can be refused is refused before a model
+    is loaded and before anything is made or removed.
+    """
+    demo_options.check(options)
     source = model_source.find(options.model)
-    folder = options.store or DEFAULT_FOLDER / "store"
-    if options.store is None:
-        remove_old_store(folder)
-    options.chart_path.parent.mkdir(parents=True, exist_ok=True)
-    DEFAULT_FOLDER.mkdir(exist_ok=True)
-    log = DEFAULT_FOLDER / "worker.log"
-    log.unlink(missing_ok=True)
+    with demo_options.lock(options):
+        if options.store is None:
+            demo_options.remove_old_store(options.store_path)
+        with typed(f"remove the old log {options.log_path}"):
+            options.log_path.unlink(missing_ok=True)
+        result = _run_phases(options, source)
+        from kvtier.tools.chart import draw
+
+        with typed(f"write the chart {options.chart_path}"):
+            draw(result, options.chart_path)
+    return result
+
+
+def _run_phases(options: DemoOptions, source: ModelSource) -> DemoResult:
     with stages(f"model: {source.name}, from {source.origin}") as shown:
         if not model_source.is_prepared(source):
             shown.say("starting a process that converts the model")
-            _work("prepare", options, folder, log, shown)
+            _work("prepare", options, shown)
         shown.say("starting the first process")
-        cold = _work("cold", options, folder, log, shown)
+        cold = _work("cold", options, shown)
         shown.say("that process has ended; a new one starts")
-        restored = _work("restored", options, folder, log, shown)
+        restored = _work("restored", options, shown)
     assert cold is not None
     assert restored is not None
-    result = combine(cold, restored)
-    from kvtier.tools.chart import draw
-
-    draw(result, options.chart_path)
-    return result
+    return combine(cold, restored)
 
 
 def combine(cold: Outcome, restored: Outcome) -> DemoResult:
@@ -150,29 +129,14 @@ def combine(cold: Outcome, restored: Outcome) -> DemoResult:
     )
 
 
-def remove_old_store(folder: Path) -> None:
-    """Delete the store that an earlier demo left; refuse to delete anything else."""
-    if not folder.exists():
-        return
-    foreign = {path.name for path in folder.iterdir()} - OWN_FILES - {SETTINGS}
-    if foreign:
-        raise ConfigError(
-            f"{folder} is not a store of an earlier demo (found {sorted(foreign)[0]!r} in it): "
-            "move it away, or name another folder with --store"
-        )
-    shutil.rmtree(folder)
-
-
-def _work(
-    phase: Phase, options: DemoOptions, folder: Path, log: Path, shown: Stages
-) -> Outcome | None:
+def _work(phase: Phase, options: DemoOptions, shown: Stages) -> Outcome | None:
     task = Task(
         phase=phase,
         model=options.model,
         document=None if options.document is None else str(options.document),
-        store=str(folder),
+        store=str(options.store_path),
         region=options.region,
         hot=options.hot,
         force=options.force,
     )
-    return run_worker(task, log, shown)
+    return run_worker(task, options.log_path, shown)

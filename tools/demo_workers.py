@@ -1,16 +1,21 @@
 """Starts the demo's worker processes and listens to their events."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 from kvtier.errors import KvtierError
 from kvtier.tools.demo_protocol import Outcome, Task
 from kvtier.tools.stages import Stages
+from kvtier.tools.system_errors import typed
 
 LOG_LINES_SHOWN = 12
+STOP_S_MAX = 2.0
+"""An interrupted worker may take this long to remove what is half made, up to 3 GB."""
 
 
 def run_worker(task: Task, log: Path, shown: Stages) -> Outcome | None:
@@ -22,7 +27,7 @@ def run_worker(task: Task, log: Path, shown: Stages) -> Outcome | None:
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     outcome: Outcome | None = None
     with (
-        log.open("ab") as errors,
+        _open_log(log) as errors,
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, **quiet}, text=True
         ) as process,
@@ -39,7 +44,7 @@ def run_worker(task: Task, log: Path, shown: Stages) -> Outcome | None:
                     raise KvtierError(event["content"])
         except BaseException:
             # An error event, or an interrupt from the keyboard: no worker may outlive the demo.
-            process.terminate()
+            _stop(process)
             raise
     if process.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
@@ -48,3 +53,19 @@ def run_worker(task: Task, log: Path, shown: Stages) -> Outcome | None:
             f"the end of {log}:\n{tail}"
         )
     return outcome
+
+
+def _open_log(log: Path) -> BinaryIO:
+    with typed(f"write the log {log}"):
+        return log.open("ab")
+
+
+def _stop(process: "subprocess.Popen[str]") -> None:
+    """End the worker; the keyboard interrupts it too, so it may be ending by itself."""
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S_MAX)
+    finally:
+        # Also when the keyboard interrupts the waiting.
+        process.kill()
+        process.wait()

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import stat
 import struct
 import tempfile
@@ -15,16 +16,46 @@ from kvtier.errors import DeviceError
 TRIED_BYTES = 4096
 _SMALLEST_BLOCK_BYTES = 512
 _BLKSSZGET = 0x1268
+MOUNTS = Path("/proc/self/mountinfo")
+IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True, slots=True)
 class DirectReport:
-    """usable: proven by a transfer. block_bytes: what transfers must be multiples of, if known."""
+    """usable: proven by a transfer. block_bytes: what transfers must be multiples of, if known.
+
+    file_system: its type, such as ext4; None where unknown, and for a block device.
+    """
 
     path: str
     usable: bool
     reason: str
     block_bytes: int | None
+    file_system: str | None = None
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the bytes lie in memory: direct I/O is accepted there, but there is no drive."""
+        return self.file_system in IN_MEMORY
+
+
+def file_system_of(path: str, mounts: Path = MOUNTS) -> str | None:
+    """The type of the file system that holds `path`; None where the kernel does not tell."""
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    real = Path(os.path.realpath(path))
+    best, kind = -1, None
+    for line in lines:
+        # ID PARENT DEVICE ROOT MOUNT-POINT OPTIONS [TAGS] - TYPE SOURCE ..., see proc(5).
+        before, _, after = line.partition(" - ")
+        escaped = before.split(" ")[4]
+        point = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), escaped))
+        # A later mount on the same folder hides an earlier one.
+        if real.is_relative_to(point) and len(point.parts) >= best:
+            best, kind = len(point.parts), after.split(" ")[0]
+    return kind
 
 
 def try_folder(folder: Path) -> DirectReport:
@@ -78,8 +109,19 @@ def _try(path: str, shown: str, *, write: bool) -> DirectReport:
         return DirectReport(shown, False, _refusal(error), None)
     finally:
         os.close(descriptor)
+    kind = None if _is_block_device(path) else file_system_of(path)
     done = "written and read" if write else "read"
-    return DirectReport(shown, True, f"{TRIED_BYTES} bytes {done} past the page cache", block)
+    reason = f"{TRIED_BYTES} bytes {done} past the page cache"
+    if kind in IN_MEMORY:
+        reason = (
+            f"accepted, but {kind} is memory, not a drive: what is stored here takes memory and is "
+            "lost at restart; use a folder on a drive"
+        )
+    return DirectReport(shown, True, reason, block, kind)
+
+
+def _is_block_device(path: str) -> bool:
+    return stat.S_ISBLK(os.stat(path).st_mode)
 
 
 def _block_bytes(descriptor: int, memory: mmap.mmap) -> int:

@@ -4,6 +4,7 @@ Everything is tried where trying costs nothing; no module that takes long to loa
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import sys
@@ -15,6 +16,8 @@ from typing import Any
 
 from kvtier.io import probe
 from kvtier.tools.direct_io import DirectReport, try_device, try_folder
+from kvtier.tools.installing import install_extra
+from kvtier.tools.system_errors import typed
 
 PACKAGES = ("kvtier", "torch", "transformers", "numpy", "gguf", "matplotlib")
 GPU_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "kvikio-cu12", "kvikio-cu13")
@@ -73,19 +76,26 @@ def diagnose(store: Path | None, device: str | None) -> Diagnosis:
     """
     fingerprints: list[Fingerprint] = []
     region = device
+    direct: DirectReport | None = None
     if store is not None:
         from kvtier.tiering.listing import describe
+        from kvtier.tiering.region_state import MISSING, region_advice
 
         description = describe(store)
-        region = region or str(description.region_path)
+        if region is None:
+            region = description.region_path
+            if description.region_state == MISSING:
+                advice = region_advice(MISSING, description.region_bytes)
+                direct = DirectReport(region, False, advice, None)
         fingerprints = [
             Fingerprint(row.hex, row.description, row.segments, row.tokens)
             for row in description.fingerprints
         ]
-    direct = try_device(region) if region is not None else try_folder(Path.cwd())
+    if direct is None:
+        direct = try_device(region) if region is not None else try_folder(_here())
     reports = [*probe.engine_reports(), probe.gpu_report(), probe.memlock_report()]
     names = {"gds": "GPUDirect Storage", "gpu": "NVIDIA GPU", "memlock": "pinned memory"}
-    checks = [Check(names.get(r.engine, r.engine), r.usable, r.reason) for r in reports]
+    checks = [Check(names.get(r.engine, r.engine), r.usable, _reason(r)) for r in reports]
     checks.insert(0, Check("O_DIRECT", direct.usable, f"{direct.path}: {direct.reason}"))
     return Diagnosis(
         kernel=" ".join(os.uname()[i] for i in (0, 2, 4)),
@@ -100,25 +110,31 @@ def diagnose(store: Path | None, device: str | None) -> Diagnosis:
     )
 
 
-def render(found: Diagnosis) -> str:
-    """The diagnosis for people."""
+def render(found: Diagnosis, line_width: int | None = None) -> str:
+    """The diagnosis for people. line_width: of the terminal."""
     from kvtier.tools.text_table import table
 
     installed = [f"{name} {number}" for name, number in found.packages.items() if number]
     absent = [name for name, number in found.packages.items() if not number]
     block = found.direct_io.block_bytes
+    place = ", ".join(filter(None, (found.direct_io.path, found.direct_io.file_system)))
     lines = [
         f"machine     {found.kernel}, Python {found.python}",
         f"installed   {', '.join(installed)}",
         f"absent      {', '.join(absent) or 'nothing'}",
-        f"block size  {'unknown' if block is None else f'{block} bytes'} ({found.direct_io.path})",
+        f"block size  {'unknown' if block is None else f'{block} bytes'} ({place})",
         "",
         table(
             ("can use", "", "why"),
             [(c.what, "yes" if c.usable else "no", c.reason) for c in found.checks],
+            line_width,
         ),
         "",
-        table(("in use for", "", "why"), [(c.purpose, c.used, c.reason) for c in found.choices]),
+        table(
+            ("in use for", "", "why"),
+            [(c.purpose, c.used, c.reason) for c in found.choices],
+            line_width,
+        ),
     ]
     if found.store is not None:
         lines += ["", f"{found.store}: what its KV is valid for. A model finds what is stored"]
@@ -127,6 +143,21 @@ def render(found: Diagnosis) -> str:
         lines += ["", f"{row.hex}  {row.segments} segments, {row.tokens} tokens"]
         lines += [f"  {key} = {_short(value)}" for key, value in row.description.items()]
     return "\n".join(lines)
+
+
+def _here() -> Path:
+    with typed("look at the current directory"):
+        return Path.cwd()
+
+
+def _reason(report: probe.EngineReport) -> str:
+    """The probe's words, with a remedy that fits how kvtier is installed here."""
+    if report.engine == "gds" and importlib.util.find_spec("kvikio") is None:
+        return (
+            "kvikio is not installed: install the extra gpu-cu12 (or gpu-cu13): "
+            f"{install_extra('gpu-cu12')}"
+        )
+    return report.reason
 
 
 def _short(value: object) -> str:
@@ -156,9 +187,10 @@ def _choices(reports: list[probe.EngineReport], direct: DirectReport) -> list[Ch
     why = engine.reason if engine is refused else refused.reason
     gpu = next(r for r in reports if r.engine == "gpu")
     cpu = "this release computes on the CPU"
+    page_cache = "bypassed" if direct.usable else "in the way"
     return [
         Choice("reads and writes", engine.engine, why),
-        Choice("page cache", "bypassed" if direct.usable else "in the way", direct.reason),
+        Choice("page cache", "no drive" if direct.in_memory else page_cache, direct.reason),
         Choice("hot tier", "host memory", f"{cpu}; {'a GPU is there' if gpu.usable else 'no GPU'}"),
         Choice("attention", "torch on the CPU", cpu),
     ]

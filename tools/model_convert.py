@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from kvtier.errors import ConfigError
 from kvtier.tools.model_source import ModelSource, Progress, converted_folder
+from kvtier.tools.system_errors import typed
 
 CHUNK_BYTES = 8 << 20
 TEMPORARY_PREFIX = ".converting-"
@@ -26,30 +27,35 @@ TEMPORARY_PREFIX = ".converting-"
 def convert(source: ModelSource, cache_folder: Path, progress: Progress) -> Path:
     """Return the folder NAME-<first 8 digits of the sha256>-float32, making it if needed.
 
-    Raises ConfigError if the parts do not have the expected sha256.
+    Raises ConfigError if the parts do not have the expected sha256, DeviceError where the folder
+    cannot be written.
     """
-    sha256 = source.sha256 or _digest(source, None, progress)
-    target = converted_folder(source.name, sha256, cache_folder)
-    if target.is_dir():
-        return target
-    cache_folder.mkdir(parents=True, exist_ok=True)
-    with _locked(cache_folder, progress):
-        if target.is_dir():
-            return target
-        for stale in cache_folder.glob(TEMPORARY_PREFIX + "*"):
-            shutil.rmtree(stale)
-        folder = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=cache_folder))
-        try:
-            join(source, folder / "model.gguf", progress)
-            _write_converted(folder, progress)
-            (folder / "model.gguf").unlink()
-            folder.chmod(0o755)
-            folder.rename(target)
-        except BaseException:
-            # Also when interrupted from the keyboard: the temporary folder may hold 3 GB.
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+    with typed(f"convert {source.name} in {cache_folder}"):
+        sha256 = source.sha256 or _digest(source, None, progress)
+        target = converted_folder(source.name, sha256, cache_folder)
+        if not target.is_dir():
+            cache_folder.mkdir(parents=True, exist_ok=True)
+            with _locked(cache_folder, progress):
+                if not target.is_dir():
+                    _convert_locked(source, target, progress)
     return target
+
+
+def _convert_locked(source: ModelSource, target: Path, progress: Progress) -> None:
+    cache_folder = target.parent
+    for stale in cache_folder.glob(TEMPORARY_PREFIX + "*"):
+        shutil.rmtree(stale)
+    folder = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=cache_folder))
+    try:
+        join(source, folder / "model.gguf", progress)
+        _write_converted(folder, progress)
+        (folder / "model.gguf").unlink()
+        folder.chmod(0o755)
+        folder.rename(target)
+    except BaseException:
+        # Also when interrupted from the keyboard: the temporary folder may hold 3 GB.
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def join(source: ModelSource, target: Path, progress: Progress) -> None:

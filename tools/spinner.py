@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 
 class Spinner:
@@ -33,12 +34,14 @@ def spinner(title: str) -> Iterator[Spinner]:
     """Show stages on the terminal behind stderr until the end of the block."""
     console = Console(stderr=True)
     console.print(title, highlight=False)
+    # The words take the width that is left, last: on a narrow terminal they are cut, not the time.
+    words = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     columns = (
         SpinnerColumn(finished_text="[green]✓"),
-        TextColumn("{task.description}", markup=False),
         TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False, table_column=words),
     )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, expand=True) as progress:
         live = Spinner(progress)
         yield live
         live.finish()

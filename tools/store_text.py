@@ -1,7 +1,9 @@
 """What `kvtier ls` and `kvtier verify` print for people."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvtier.tiering.region_state import PRESENT, region_advice
 from kvtier.tools.text_table import human_bytes, table
 
 if TYPE_CHECKING:
@@ -11,14 +13,23 @@ if TYPE_CHECKING:
 FINDINGS_SHOWN_MAX = 200
 
 
-def listing_text(store: "StoreDescription") -> str:
-    """Names, fingerprints and segments as tables, under one line about the region."""
+def listing_text(
+    store: "StoreDescription",
+    line_width: int | None = None,
+    emphasis: Callable[[str], str] = str,
+) -> str:
+    """Names, fingerprints and segments as tables, under lines about the region.
+
+    line_width: of the terminal. emphasis: makes a line stand out, where the region is not whole.
+    """
     lines = [
         f"store {store.uuid}, format version {store.format_version}",
         f"region {store.region_path}: {human_bytes(store.used_bytes)} used, "
         f"{human_bytes(store.free_bytes)} free of {human_bytes(store.region_bytes)}",
-        "",
     ]
+    if store.region_state != PRESENT:
+        lines.append(emphasis(region_advice(store.region_state, store.region_bytes)))
+    lines.append("")
     if not store.segments:
         return "\n".join([*lines, "nothing is stored"])
     if store.names:
@@ -26,9 +37,9 @@ def listing_text(store: "StoreDescription") -> str:
             (n.name, n.tokens, "held" if n.held else "", n.created, n.fingerprint[:12])
             for n in store.names
         ]
-        lines += [table(("name", "tokens", "", "saved", "fingerprint"), rows), ""]
+        lines += [table(("name", "tokens", "", "saved", "fingerprint"), rows, line_width), ""]
     prints = [(f.hex[:12], f.segments, f.tokens) for f in store.fingerprints]
-    lines += [table(("fingerprint", "segments", "tokens"), prints), ""]
+    lines += [table(("fingerprint", "segments", "tokens"), prints, line_width), ""]
     segments = [
         (
             s.id,
@@ -43,7 +54,7 @@ def listing_text(store: "StoreDescription") -> str:
         for s in store.segments
     ]
     heads = ("segment", "fingerprint", "provenance", "start", "tokens", "bytes", "tiers", "")
-    return "\n".join([*lines, table(heads, segments)])
+    return "\n".join([*lines, table(heads, segments, line_width)])
 
 
 def report_text(report: "Report") -> str:

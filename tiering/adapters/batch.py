@@ -89,8 +89,9 @@ class Rows:
             begin = [max(0, self.columns[0] - pad) for pad in self.pads]
             raise ConfigError(
                 f"position_ids {list(positions.shape)} are not those of the next {count} tokens of "
-                f"each row: from {begin} on, without gaps; "
-                "pass attention_mask to generate, which else takes ids like its padding for padding"
+                f"each row: from {begin} on, without gaps. A cache that was used for another "
+                "prompt cannot take this one: make a new TieredCache. If it was not, pass "
+                "attention_mask to generate, which else takes ids like its padding for padding"
             )
 
     def positions_fit(self, positions: torch.Tensor, first: int, count: int) -> bool:

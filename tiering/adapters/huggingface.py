@@ -157,6 +157,8 @@ class TieredCache(Cache):
         input_ids: torch.Tensor | Listing[int],
         attention_mask: torch.Tensor | None = None,
     ) -> None:
+        if not isinstance(store, Store):
+            raise ConfigError(f"store must be what kvtier.open gave: got {type(store).__name__}")
         ids = as_batch(input_ids, "input_ids")
         pads = left_pads(ids, attention_mask)
         masked = [int(ids[row, 0]) for row, pad in enumerate(pads) if pad]
@@ -202,6 +204,11 @@ class TieredCache(Cache):
         """
         rows = self.rows
         rows.require_between_passes()
+        if not input_ids.numel():
+            raise ConfigError(
+                f"nothing is left for the model to read: this cache holds {rows.columns[0]} "
+                "tokens, the prompt is not longer. Make a new TieredCache for it"
+            )
         ids = as_batch(input_ids, "input_ids")
         repeats, rest = divmod(len(ids), len(rows.sequences))
         if repeats > 1 and not rest:

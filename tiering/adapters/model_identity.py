@@ -96,6 +96,19 @@ def fingerprint_of(model: PreTrainedModel, geometry: Geometry, namespace: str) -
     )
 
 
+def weights_state(model: torch.nn.Module) -> int:
+    """Changes when a weight or buffer is replaced or changed in place; costs microseconds each.
+
+    What is changed through `.data` is not noticed here, but by the digest at the next open.
+    """
+    return hash(
+        tuple(
+            (each.data_ptr(), 0 if each.is_inference() else each._version)
+            for each in [*model.parameters(), *model.buffers()]
+        )
+    )
+
+
 def weights_digest(model: torch.nn.Module) -> str:
     """xxh3-128 over name, shape, dtype and bytes of every parameter and buffer (rotary
     frequencies are among the buffers). Never cached: a change made through `.data`, as adapters

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.tiering.adapters import attention
 from kvtier.tiering.adapters.huggingface import TieredCache
-from kvtier.tiering.adapters.model_identity import fingerprint_of, geometry_of
+from kvtier.tiering.adapters.model_identity import fingerprint_of, geometry_of, weights_state
 from kvtier.tiering.config import Config
 from kvtier.tiering.store import Store
 
@@ -26,6 +26,8 @@ class ModelStore(Store):
     """A Store opened for a model, whose attention is "kvtier" while such a store is open."""
 
     model: PreTrainedModel
+    weights: int
+    """State of the model's weights when the store was opened."""
     _hook: RemovableHandle | None = None
 
     def attach(self, model: PreTrainedModel) -> None:
@@ -35,6 +37,7 @@ class ModelStore(Store):
         """
         attention.register()
         self.model = model
+        self.weights = weights_state(model)
         users: list[str] = getattr(model, USERS, [])
         before = users[0] if users else model.config._attn_implementation
         model.set_attn_implementation(attention.NAME)
@@ -95,6 +98,11 @@ class ModelStore(Store):
             )
         if owner is not self:
             return None
+        if weights_state(module) != self.weights:
+            raise ConfigError(
+                "the model's weights were changed since the store was opened: its KV is that of "
+                "another model now. Close the store and open it again"
+            )
         for name in OTHER_INPUTS:
             if given.get(name) is not None:
                 raise UnsupportedError(
