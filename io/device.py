@@ -1,6 +1,6 @@
 """What a block device is to kvtier: batches of aligned reads and writes, flush, discard.
 
-Every implementation (`uring.py`, `threads.py`) passes `tests/device_contract.py`.
+Every implementation (`uring.py`, `threads.py`, `simulated.py`) passes `tests/device_contract.py`.
 
 Invariants:
 - Offsets are bytes from the start of the Device; offset, length and memory address of every
@@ -50,7 +50,7 @@ class Device(ABC):
     """A raw block device, or a preallocated file. Safe to use from many threads."""
 
     engine: str
-    """Name of the implementation: "io_uring" or "threads"."""
+    """Name of the implementation: "io_uring", "threads" or "simulated"."""
     path: str
     direct_io: bool
     """True if requests go past the page cache (O_DIRECT)."""

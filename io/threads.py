@@ -17,7 +17,8 @@ from typing import Self
 
 import numpy as np
 
-from kvtier.io.device import Buffers, Device, Int64Array
+from kvtier.io.device import Buffers, Int64Array
+from kvtier.io.raw_device import RawDevice
 from kvtier.io.rawfile import DirectMode, RawFile, check_memory, open_raw, raise_failures
 
 WORKERS = 8
@@ -55,19 +56,13 @@ class _Batch:
             self.finished.wait_for(lambda: not self.parts)
 
 
-class ThreadsDevice(Device):
+class ThreadsDevice(RawDevice):
     """Open by `ThreadsDevice.open`. Batches of several threads share the workers."""
 
     engine = "threads"
 
     def __init__(self, raw: RawFile, workers: int) -> None:
-        self.path = raw.path
-        self.direct_io = raw.direct_io
-        self.direct_io_reason = raw.direct_io_reason
-        self.capacity_bytes = raw.capacity_bytes
-        self.block_bytes = raw.block_bytes
-        self._raw = raw
-        self._pid = os.getpid()
+        super().__init__(raw)
         self._jobs: queue.SimpleQueue[tuple[_Batch, Int64Array] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"kvtier-io-{i}", daemon=True)
@@ -81,18 +76,6 @@ class ThreadsDevice(Device):
         for thread in device._threads:
             thread.start()
         return device
-
-    def read(self, offsets: Int64Array, buffers: Buffers) -> None:
-        self._batch("read", offsets, buffers)
-
-    def write(self, offsets: Int64Array, buffers: Buffers) -> None:
-        self._batch("write", offsets, buffers)
-
-    def flush(self) -> None:
-        self._raw.flush()
-
-    def discard(self, offsets: Int64Array, lengths: Int64Array) -> bool:
-        return self._raw.discard(offsets, lengths)
 
     def close(self) -> None:
         # Batches count as users of the file, so after this no job is left or can be added.

@@ -17,7 +17,8 @@ import numpy as np
 
 from kvtier.errors import DeviceError
 from kvtier.io import ring as ring_module
-from kvtier.io.device import Buffers, ByteArray, Device, Int64Array
+from kvtier.io.device import Buffers, ByteArray, Int64Array
+from kvtier.io.raw_device import RawDevice
 from kvtier.io.rawfile import DirectMode, RawFile, check_memory, open_raw, raise_failures
 from kvtier.io.ring import Ring
 
@@ -33,23 +34,17 @@ RETRIES_MAX = 1000
 _RETRY_S = 0.0005
 
 
-class UringDevice(Device):
+class UringDevice(RawDevice):
     """Open by `UringDevice.open`. Batches of several threads take turns."""
 
     engine = "io_uring"
 
     def __init__(self, raw: RawFile, ring: Ring) -> None:
-        self.path = raw.path
-        self.direct_io = raw.direct_io
-        self.direct_io_reason = raw.direct_io_reason
-        self.capacity_bytes = raw.capacity_bytes
-        self.block_bytes = raw.block_bytes
+        super().__init__(raw)
         self.registered_reason = "no arena was announced"
         """Why requests do or do not use registered buffers, in words."""
-        self._raw = raw
         self._ring = ring
         self._lock = threading.Lock()
-        self._pid = os.getpid()
         self._ring_closed = False
         self._arena: ByteArray | None = None
         self._arena_start = 0
@@ -92,18 +87,6 @@ class UringDevice(Device):
             self._arena, self._arena_start, self._arena_end = memory, start, end
             self.registered_reason = f"registered: {memory.size} bytes"
             return True
-
-    def read(self, offsets: Int64Array, buffers: Buffers) -> None:
-        self._batch("read", offsets, buffers)
-
-    def write(self, offsets: Int64Array, buffers: Buffers) -> None:
-        self._batch("write", offsets, buffers)
-
-    def flush(self) -> None:
-        self._raw.flush()
-
-    def discard(self, offsets: Int64Array, lengths: Int64Array) -> bool:
-        return self._raw.discard(offsets, lengths)
 
     def close(self) -> None:
         self._raw.close()
