@@ -281,6 +281,9 @@ class Catalog:
 
 def _connect(path: str, read_only: bool) -> sqlite3.Connection:
     uri = f"{Path(path).absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
+    if read_only and os.statvfs(path).f_flag & os.ST_RDONLY:
+        # Nobody writes there, so the files that readers share with writers are not needed.
+        uri += "&immutable=1"
     connection = sqlite3.connect(
         uri,
         uri=True,

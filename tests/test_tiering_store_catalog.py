@@ -1,7 +1,9 @@
 """Catalogs whose rows were changed: a miss, a finding or a typed error; never other bytes."""
 
 import contextlib
+import os
 import sqlite3
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +166,19 @@ def test_a_lost_fingerprint_is_a_finding(path: Path) -> None:
     change(path, "DELETE FROM fingerprint")
     assert {each.kind for each in verify(path).findings} == {"reference"}
     assert describe(path).names[0].fingerprint == "missing"
+
+
+@pytest.mark.loop
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_store_on_a_read_only_file_system_can_be_inspected(path: Path, tmp_path: Path) -> None:
+    where = tmp_path.parent / f"{tmp_path.name}-ro"
+    where.mkdir()
+    subprocess.run(["mount", "--bind", path, where], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", where], check=True)
+        assert [each.name for each in describe(where).names] == ["long", "other"]
+        assert verify(where).ok
+        with pytest.raises(KvtierError, match="Read-only file system"):
+            open_store(where, PLAIN)
+    finally:
+        subprocess.run(["umount", where], check=True)
