@@ -264,6 +264,11 @@ def test_new_kv_never_ends_on_a_segment_that_cannot_be_read(
         put(store, OF_M, "again", A)
         sequence = store.resume(A)
         check_bytes(store, OF_M, sequence, A)
+    # The replacement is found from now on, and what it replaced is no second one of the same.
+    with open_store(stored.path, PLAIN) as store:
+        check_bytes(store, OF_M, store.resume(A), A)
+    found = verify(stored.path).findings
+    assert [each.what for each in found] == ["it is quarantined: damage was found before"]
 
 
 @pytest.mark.parametrize("kept", [0, 4096, 512 * 1024, 3 * MIB + 4096])

@@ -37,6 +37,8 @@ class Committer:
         self.extents = extents
         self.indexes: dict[Provenance, PrefixIndex] = {}
         self.committed: dict[int, Segment] = {}
+        self._failed: list[Segment] = []
+        """Segments that the device could not read since the store was opened."""
 
     def index(self, provenance: Provenance) -> PrefixIndex:
         return self.indexes.setdefault(provenance, PrefixIndex())
@@ -133,10 +135,21 @@ class Committer:
                     if parent_id is None:
                         parent_id = ids[segments.index(parent.segment)]
                 ids.append(self.catalog.add_segment(self._row(segment, parent_id)))
+            for failed in self._replaced_by(segments):
+                assert failed.catalog_id is not None
+                self.catalog.set_quarantined(failed.catalog_id, True)
         for segment, catalog_id in zip(segments, ids, strict=True):
             segment.catalog_id = catalog_id
             self.committed[catalog_id] = segment
             self.index(segment.provenance).add(segment)
+
+    def _replaced_by(self, segments: list[Segment]) -> list[Segment]:
+        """Segments that the device could not read and whose tokens are stored anew now: found
+        again beside their replacement, they would be two of the same."""
+        places = [(each.parent, each.named_tokens.tobytes()) for each in segments]
+        return [
+            each for each in self._failed if (each.parent, each.named_tokens.tobytes()) in places
+        ]
 
     def _row(self, segment: Segment, parent_id: int | None) -> SegmentRow:
         return SegmentRow(
@@ -205,6 +218,8 @@ class Committer:
                     index.remove(segment)
                     if for_good:
                         self.catalog.set_quarantined(segment.catalog_id, True)
+                    else:
+                        self._failed.append(segment)
 
 
 def _require_same(view: SegmentView, tokens: Tokens, first: int = 0) -> None:
