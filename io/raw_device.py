@@ -6,6 +6,11 @@ from abc import abstractmethod
 from kvtier.io.device import Buffers, Device, Int64Array
 from kvtier.io.rawfile import RawFile
 
+RETRIES_MAX = 1000
+"""How often one request is issued anew after EAGAIN or EINTR before that counts as a failure."""
+RETRY_S = 0.0005
+"""How long to wait before that."""
+
 
 class RawDevice(Device):
     """A Device on a RawFile. `uring.py` and `threads.py` say how a batch is moved."""

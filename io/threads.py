@@ -18,13 +18,10 @@ from typing import Self
 import numpy as np
 
 from kvtier.io.device import Buffers, Int64Array
-from kvtier.io.raw_device import RawDevice
+from kvtier.io.raw_device import RETRIES_MAX, RETRY_S, RawDevice
 from kvtier.io.rawfile import DirectMode, RawFile, check_memory, open_raw, raise_failures
 
 WORKERS = 8
-RETRIES_MAX = 1000
-"""How often one request is issued anew after EAGAIN before that counts as a failure."""
-_RETRY_S = 0.0005
 
 
 @dataclass(slots=True)
@@ -147,7 +144,7 @@ class ThreadsDevice(RawDevice):
                 retries += 1
                 if retries > RETRIES_MAX:
                     return errno.EAGAIN
-                time.sleep(_RETRY_S)
+                time.sleep(RETRY_S)
                 continue
             except OSError as error:  # Python itself repeats the call after EINTR.
                 return error.errno or errno.EIO

@@ -18,7 +18,7 @@ import numpy as np
 from kvtier.errors import DeviceError
 from kvtier.io import ring as ring_module
 from kvtier.io.device import Buffers, ByteArray, Int64Array
-from kvtier.io.raw_device import RawDevice
+from kvtier.io.raw_device import RETRIES_MAX, RETRY_S, RawDevice
 from kvtier.io.rawfile import DirectMode, RawFile, check_memory, open_raw, raise_failures
 from kvtier.io.ring import Ring
 
@@ -29,9 +29,6 @@ TRANSFER_BYTES_MAX = 1 << 30
 """The kernel moves less than 2 GiB per request; longer ones are continued like short transfers."""
 REGISTERED_PIECE_BYTES = 1 << 30
 """The kernel's limit for one registered buffer; an arena is registered in pieces of this size."""
-RETRIES_MAX = 1000
-"""How often one request is issued anew after EAGAIN or EINTR before that counts as a failure."""
-_RETRY_S = 0.0005
 
 
 class UringDevice(RawDevice):
@@ -193,7 +190,7 @@ class _Progress:
         if transient.any():
             self.retries[done[transient]] += 1
             transient &= self.retries[done] <= RETRIES_MAX
-            time.sleep(_RETRY_S)
+            time.sleep(RETRY_S)
         failed = (results < 0) & ~transient
         self.errors[done[failed]] = -results[failed]
         # Nothing moved, or the end of the file inside a block: the bytes are not there.

@@ -159,7 +159,7 @@ def test_threads_retry_and_then_give_up(region_file: str, monkeypatch: pytest.Mo
     with open_and_close(region_file, "threads") as device:
         monkeypatch.setattr(os, "preadv", sometimes)
         round_trip(device, 1)
-        monkeypatch.setattr("kvtier.io.threads._RETRY_S", 0)
+        monkeypatch.setattr("kvtier.io.threads.RETRY_S", 0)
         refusals = iter([True] * 5000)
         with pytest.raises(DeviceError, match="EAGAIN"):
             device.read(integers(0), Buffers.whole(aligned_bytes(device.block_bytes)))
@@ -244,7 +244,7 @@ def test_uring_retries_eagain_and_then_gives_up(
     with open_and_close(region_file, "io_uring") as device:
         round_trip(device)
         assert lies == 0
-        monkeypatch.setattr(uring, "_RETRY_S", 0)
+        monkeypatch.setattr(uring, "RETRY_S", 0)
         lies = 5000
         with pytest.raises(DeviceError, match="EAGAIN") as caught:
             device.read(integers(0), Buffers.whole(aligned_bytes(device.block_bytes)))

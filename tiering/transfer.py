@@ -28,7 +28,7 @@ class Mover:
         self.residency = residency
         self.extents = extents
         self.pages_evicted = 0
-        self._frame_bytes = np.array(
+        self.frame_bytes = np.array(
             [geometry.frame_bytes(layer) for layer in range(len(geometry.layers))], np.int64
         )
 
@@ -65,7 +65,7 @@ class Mover:
         return Usage(
             layers,
             slots,
-            tier.pages[layers, slots] * self._frame_bytes[layers],
+            tier.pages[layers, slots] * self.frame_bytes[layers],
             tier.used_at[layers, slots],
             residency.last_pass_began,
         )
@@ -73,7 +73,7 @@ class Mover:
     def _keep_in_host(self, layer: int, slot: int) -> None:
         """Copy a unit that leaves HOT to HOST, where HOST can have room for it."""
         hot, host = self.residency.hot, self.residency.host
-        needed = int(hot.pages[layer, slot]) * int(self._frame_bytes[layer])
+        needed = int(hot.pages[layer, slot]) * int(self.frame_bytes[layer])
         if host.pages[layer, slot] or not self._free_up(host, needed, idle_only=False):
             return
         host.used_at[layer, slot] = hot.used_at[layer, slot]
@@ -193,7 +193,7 @@ class Mover:
         have = int(hot.pages[layer, segment.slot]) // shape.kv_heads
         missing = pages_of(last) - have
         if missing > 0:
-            needed = missing * shape.kv_heads * int(self._frame_bytes[layer])
+            needed = missing * shape.kv_heads * int(self.frame_bytes[layer])
             if not self.make_room(needed):
                 tier = hot.tier
                 raise CapacityError(tier.name, needed, tier.free_bytes, tier.limit_bytes)

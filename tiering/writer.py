@@ -234,10 +234,7 @@ class Writer:
         """Bytes of Frames that hold the only copy of their Pages, and of those promised."""
         hot = self.residency.hot
         dirty = np.where(self.residency.on_nvme, 0, hot.pages).sum(axis=1)
-        frame_bytes = [
-            self.geometry.frame_bytes(layer) for layer in range(len(self.geometry.layers))
-        ]
-        return int(dirty @ np.array(frame_bytes)) + sum(
+        return int(dirty @ self.mover.frame_bytes) + sum(
             each.reserved_bytes for each in self.growing
         )
 
