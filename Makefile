@@ -12,13 +12,17 @@ CONSTRAINTS := $(if $(GPU),,--constraint constraints-cpu.txt)
 # More options for the demo: make demo ARGS="--json"
 ARGS ?=
 
-.PHONY: demo test test-model check clean
+.PHONY: demo test test-slow test-model test-nvme check clean
 
 demo: $(VENV)/installed-model
 	$(BIN)/kvtier demo $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest -m "not model"
+	$(BIN)/python -m pytest -m "not model and not nvme and not slow"
+
+# Minutes each: the crash checker over many images, threads, random operations, damaged bits.
+test-slow: $(VENV)/installed
+	$(BIN)/python -m pytest -m slow
 
 test-model: $(VENV)/installed-model
 	$(BIN)/python -m pytest -m model
