@@ -9,6 +9,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 GPU := $(shell { test -e /dev/nvidia0 || command -v nvidia-smi; } >/dev/null 2>&1 && echo yes)
 CONSTRAINTS := $(if $(GPU),,--constraint constraints-cpu.txt)
 
+EMULATOR := qemu-system-x86 busybox-static e2fsprogs
+SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
+
 # More options for the demo: make demo ARGS="--json"
 ARGS ?=
 
@@ -23,6 +26,14 @@ test: check
 # Minutes each: the crash checker over many images, threads, random operations, damaged bits.
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow
+
+# Boots a virtual machine seven times, 10 to 25 minutes; apt gives the emulator and the guest's kernel.
+test-nvme: $(VENV)/installed
+	@dpkg -s $(EMULATOR) >/dev/null 2>&1 || { \
+	    $(SUDO) apt-get update -qq && \
+	    $(SUDO) apt-get install -y -qq --no-install-recommends $(EMULATOR); }
+	$(BIN)/python -m tests.nvme_kernel
+	$(BIN)/python -m pytest -m nvme
 
 test-model: $(VENV)/installed-model
 	$(BIN)/python -m pytest -m model

@@ -4,21 +4,23 @@ Invariants of BufferPool:
 - Leased pieces never overlap, begin on 4096 bytes, and together with the free pieces cover the
   arena.
 - `used_bytes` is the sum of the leased pieces and never exceeds `memory_bytes`.
-- A piece comes back when its `with` block ends, whatever ended it.
+- A piece comes back when its `with` block ends, whatever ended it; but one that a batch reads into
+  comes back when the batch is done, because until then the device writes into it.
 """
 
 import mmap
 import threading
 import time
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.io.alignment import GRID_BYTES, align_down, align_up, os_page_bytes
-from kvtier.io.device import ByteArray
+from kvtier.io.device import ByteArray, PendingBatch
 from kvtier.io.syscalls import return_pages
 
 
@@ -46,6 +48,33 @@ def give_back(memory: ByteArray, start: int, length: int) -> None:
     past = align_down(start + length, os_page_bytes())
     if past > first:
         return_pages(memory.ctypes.data + first, past - first)
+
+
+class BufferPiece:
+    """A leased piece of a BufferPool. Belongs to one owner at a time."""
+
+    def __init__(self, memory: ByteArray, give_back: Callable[[], None]) -> None:
+        """memory: uint8 [n]. give_back: returns it to the pool."""
+        self.memory = memory
+        self._give_back = give_back
+        self._given = False
+        self._batch: PendingBatch | None = None
+
+    def used_by(self, batch: PendingBatch) -> None:
+        """A started batch moves bytes into or out of it."""
+        assert not self._given
+        assert self._batch is None or self._batch.done, "one batch after the other"
+        self._batch = batch
+
+    def give_back(self) -> None:
+        """Return it to the pool, as soon as no batch uses it. Calling it twice is allowed."""
+        if self._given:
+            return
+        self._given = True
+        if self._batch is None:
+            self._give_back()
+        else:
+            self._batch.when_done(self._give_back)
 
 
 class BufferPool:
@@ -79,40 +108,72 @@ class BufferPool:
         Waits up to timeout_s for others to give back. Raises CapacityError when it waited in vain
         or when nbytes can never fit. The bytes are what the last user left.
         """
-        if nbytes < 0:
-            raise ConfigError(f"a lease of {nbytes} bytes was asked for")
-        length = max(align_up(nbytes, GRID_BYTES), GRID_BYTES)
-        if length > self.memory_bytes:
-            raise CapacityError("buffer pool", length, self.memory_bytes, self.memory_bytes)
+        length = self._length(nbytes)
         start = self._take(length, timeout_s)
         try:
             yield self.memory[start : start + nbytes]
         finally:
             self._give_back(start, length)
 
+    def take(self, nbytes: int) -> BufferPiece | None:
+        """A piece of nbytes that stays leased until it is given back; None if none is free now.
+
+        Raises CapacityError when nbytes can never fit.
+        """
+        length = self._length(nbytes)
+        with self._changed:
+            start = self._find(length)
+        if start is None:
+            return None
+        memory = self.memory[start : start + nbytes]
+        return BufferPiece(memory, partial(self._give_back, start, length))
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether `take` would find a piece now."""
+        with self._changed:
+            return any(free >= self._length(nbytes) for _, free in self._free)
+
+    def shortage(self, nbytes: int, waited_s: float) -> CapacityError:
+        """The error of who waited in vain for a piece of nbytes."""
+        largest = max((n for _, n in self._free), default=0)
+        return CapacityError(
+            f"buffer pool (waited {waited_s:g} s; largest free piece {largest} bytes)",
+            self._length(nbytes),
+            self.memory_bytes - self._used_bytes,
+            self.memory_bytes,
+        )
+
+    def _length(self, nbytes: int) -> int:
+        """Bytes that a piece of nbytes takes. Raises CapacityError when it can never fit."""
+        if nbytes < 0:
+            raise ConfigError(f"a lease of {nbytes} bytes was asked for")
+        length = max(align_up(nbytes, GRID_BYTES), GRID_BYTES)
+        if length > self.memory_bytes:
+            raise CapacityError("buffer pool", length, self.memory_bytes, self.memory_bytes)
+        return length
+
+    def _find(self, length: int) -> int | None:
+        """Lease the first free piece that is long enough. Callers hold `_changed`."""
+        for i, (start, free_length) in enumerate(self._free):
+            if free_length >= length:
+                if free_length == length:
+                    del self._free[i]
+                else:
+                    self._free[i] = (start + length, free_length - length)
+                self._used_bytes += length
+                self._used_bytes_max = max(self._used_bytes_max, self._used_bytes)
+                return start
+        return None
+
     def _take(self, length: int, timeout_s: float) -> int:
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while True:
-                for i, (start, free_length) in enumerate(self._free):
-                    if free_length >= length:
-                        if free_length == length:
-                            del self._free[i]
-                        else:
-                            self._free[i] = (start + length, free_length - length)
-                        self._used_bytes += length
-                        self._used_bytes_max = max(self._used_bytes_max, self._used_bytes)
-                        return start
+            while (start := self._find(length)) is None:
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
-                    largest = max((n for _, n in self._free), default=0)
-                    raise CapacityError(
-                        f"buffer pool (waited {timeout_s:g} s; largest free piece {largest} bytes)",
-                        length,
-                        self.memory_bytes - self._used_bytes,
-                        self.memory_bytes,
-                    )
+                    raise self.shortage(length, timeout_s)
                 self._changed.wait(remaining_s)
+            return start
 
     def _give_back(self, start: int, length: int) -> None:
         with self._changed:

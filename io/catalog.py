@@ -13,7 +13,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from kvtier.io.catalog_schema import (
     unpack_extents,
 )
 from kvtier.io.durability import sync_directory
+from kvtier.io.extent import Extent
 
 __all__ = [
     "CATALOG_VERSION",
@@ -54,9 +55,11 @@ _UUID_KEY = "store_uuid"
 
 _SEGMENT_COLUMNS = (
     "id, fingerprint_id, provenance, start_digest, end_digest, start_position, token_count, "
-    "tokens, parent_id, parent_limit, generation, extents, created, quarantined"
+    "tokens, parent_id, parent_limit, generation, extents, created, used, quarantined"
 )
-_NAME_COLUMNS = "name, fingerprint_id, segment_id, token_limit, token_count, held, created"
+_NAME_COLUMNS = (
+    "name, fingerprint_id, segment_id, token_limit, token_count, record, held_until, created"
+)
 
 
 class Catalog:
@@ -172,18 +175,20 @@ class Catalog:
             raise AssertionError(f"the meta key {_UUID_KEY!r} belongs to the catalog")
         self._write("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
-    def add_fingerprint(self, digest: bytes, description: str) -> int:
+    def add_fingerprint(self, digest: bytes, description: str, record: bytes = b"") -> int:
         """Id of the fingerprint with this digest, added if it is new."""
         self._write(
-            "INSERT INTO fingerprint (digest, description, created) VALUES (?, ?, ?) "
+            "INSERT INTO fingerprint (digest, description, record, created) VALUES (?, ?, ?, ?) "
             "ON CONFLICT (digest) DO NOTHING",
-            (digest, description, time.time()),
+            (digest, description, record, time.time()),
         )
         return int(self._rows("SELECT id FROM fingerprint WHERE digest = ?", (digest,))[0][0])
 
     def fingerprints(self) -> list[FingerprintRow]:
         """All fingerprints, in the order in which they were added."""
-        rows = self._rows("SELECT id, digest, description, created FROM fingerprint ORDER BY id")
+        rows = self._rows(
+            "SELECT id, digest, description, record, created FROM fingerprint ORDER BY id"
+        )
         return [FingerprintRow(*row) for row in rows]
 
     def add_segment(self, row: SegmentRow) -> int:
@@ -192,7 +197,7 @@ class Catalog:
         values = (
             row.fingerprint_id, row.provenance, row.start_digest, row.end_digest,
             row.start_position, row.token_count, row.tokens, row.parent_id, row.parent_limit,
-            row.generation, row.extents, row.created, row.quarantined,
+            row.generation, row.extents, row.created, row.used, row.quarantined,
         )  # fmt: skip
         marks = ", ".join("?" * len(values))
         return self._write(f"INSERT INTO segment ({columns}) VALUES ({marks})", values)[0]
@@ -205,23 +210,59 @@ class Catalog:
             (fingerprint_id,),
         )
         # SQLite has no booleans: 0 and 1 come back.
-        return [replace(SegmentRow(*row), quarantined=bool(row[13])) for row in rows]
+        return [replace(SegmentRow(*row), quarantined=bool(row[14])) for row in rows]
 
-    def delete_segment(self, segment_id: int) -> None:
-        """Forget a segment. Raises KvtierError if it is unknown, a parent, or has a name."""
-        with self._use():
-            named = self._rows("SELECT name FROM name WHERE segment_id = ?", (segment_id,))
-            children = self._rows("SELECT id FROM segment WHERE parent_id = ?", (segment_id,))
-            if named or children:
-                uses = [f"the name {row[0]!r}" for row in named]
-                uses += [f"segment {row[0]} as its child" for row in children]
-                raise KvtierError(
-                    f"segment {segment_id} cannot be deleted: it is used by {', '.join(uses[:5])}"
-                    f" ({len(uses)} uses). Delete these first."
-                )
-            _, count = self._write("DELETE FROM segment WHERE id = ?", (segment_id,))
-            if not count:
-                raise KvtierError(f"there is no segment {segment_id} in {self.path}")
+    def delete_segments(self, segment_ids: Sequence[int]) -> None:
+        """Forget segments: all of them, or none on an error.
+
+        Raises KvtierError if one is unknown, the parent of one that stays, or has a name.
+        """
+        with self._use() as connection, self._all_or_nothing():
+            # Whatever their order is: damaged rows may even name each other as parents.
+            connection.executemany(
+                "UPDATE segment SET parent_id = NULL WHERE id = ?", [(i,) for i in segment_ids]
+            )
+            for segment_id in segment_ids:
+                try:
+                    found = connection.execute("DELETE FROM segment WHERE id = ?", (segment_id,))
+                except sqlite3.IntegrityError as error:
+                    raise KvtierError(
+                        f"segment {segment_id} cannot be deleted: it is the parent of a segment, "
+                        "or has a name. Delete these first"
+                    ) from error
+                if not found.rowcount:
+                    raise KvtierError(f"there is no segment {segment_id} in {self.path}")
+
+    def set_used(self, times: Mapping[int, float]) -> None:
+        """Note when segments were last used: unix seconds by id. Unknown ids are no error."""
+        with self._use() as connection, self._all_or_nothing():
+            connection.executemany(
+                "UPDATE segment SET used = ? WHERE id = ?",
+                [(used, segment_id) for segment_id, used in times.items()],
+            )
+
+    def condemn(self, extents: Sequence[Extent]) -> None:
+        """Note extents that nobody names any more and whose headers are still to be erased."""
+        with self._use() as connection, self._all_or_nothing():
+            connection.executemany(
+                "INSERT INTO condemned (offset, length) VALUES (?, ?)",
+                [(extent.offset, extent.length) for extent in extents],
+            )
+
+    def condemned(self) -> list[Extent]:
+        """Extents that were condemned and not absolved since. Raises FormatError."""
+        rows = self._rows("SELECT offset, length FROM condemned ORDER BY offset")
+        try:
+            return [Extent(int(offset), int(length)) for offset, length in rows]
+        except (AssertionError, ValueError, TypeError) as error:
+            raise FormatError(f"{self.path} condemns an impossible extent: {error}") from error
+
+    def absolve(self, extents: Sequence[Extent]) -> None:
+        """Forget condemned extents: their headers are erased."""
+        with self._use() as connection, self._all_or_nothing():
+            connection.executemany(
+                "DELETE FROM condemned WHERE offset = ?", [(extent.offset,) for extent in extents]
+            )
 
     def set_quarantined(self, segment_id: int, flag: bool) -> None:
         """Mark a segment as damaged or as sound. Raises KvtierError if it is unknown."""
@@ -234,10 +275,10 @@ class Catalog:
     def set_name(self, row: NameRow) -> None:
         """Store a name, replacing the same name of the same fingerprint."""
         self._write(
-            f"INSERT OR REPLACE INTO name ({_NAME_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            f"INSERT OR REPLACE INTO name ({_NAME_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 row.name, row.fingerprint_id, row.segment_id, row.limit, row.token_count,
-                row.held, row.created,
+                row.record, row.held_until, row.created,
             ),
         )  # fmt: skip
 
@@ -248,7 +289,7 @@ class Catalog:
             "WHERE ?1 IS NULL OR fingerprint_id = ?1 ORDER BY fingerprint_id, name",
             (fingerprint_id,),
         )
-        return [replace(NameRow(*row), held=bool(row[5])) for row in rows]
+        return [NameRow(*row) for row in rows]
 
     def delete_name(self, fingerprint_id: int, name: str) -> None:
         """Forget a name. Raises KvtierError if it is unknown."""
@@ -267,6 +308,15 @@ class Catalog:
             if self._connection is None:
                 raise ClosedError(f"the catalog {self.path} is closed")
             yield self._connection
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """The caller's transaction, or one for the block."""
+        if self._in_transaction:
+            yield
+        else:
+            with self.transaction():
+                yield
 
     def _rows(self, sql: str, values: tuple[object, ...] = ()) -> list[Any]:
         with self._use() as connection:
@@ -319,10 +369,13 @@ def _translated(path: str) -> Iterator[None]:
     """SQLite's errors as kvtier's."""
     try:
         yield
+    except UnicodeDecodeError as error:
+        # sqlite3 cannot hand on a message of SQLite's that quotes damaged text.
+        raise FormatError(f"{path} is not a kvtier catalog, or is damaged: {error}") from error
     except sqlite3.Error as error:
         # The low byte is the primary code; the upper ones only refine it.
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-        if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_IOERR) & 0xFF
+        if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_ERROR):
             raise FormatError(f"{path} is not a kvtier catalog, or is damaged: {error}") from error
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise LockedError(

@@ -10,16 +10,22 @@ Invariants:
 - A failed request never hides: DeviceError lists every failed request of the batch, and all
   others of that batch were completed.
 - `write` does not imply durability; `flush` does.
+- A batch that was started keeps its memory alive, and its memory belongs to it, until it is done;
+  a batch is done only when nothing writes into its memory any more.
 """
 
+import errno
+import os
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import AlignmentError, ConfigError
+from kvtier.errors import AlignmentError, ConfigError, DeviceError
 
 Int64Array = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
@@ -46,6 +52,70 @@ class Buffers:
         return self.starts + self.memory.ctypes.data
 
 
+class PendingBatch:
+    """A batch on its way, made by a Device. Safe to use from many threads."""
+
+    def __init__(self, what: str, path: str, offsets: Int64Array, buffers: Buffers) -> None:
+        """what: "read" or "write". Devices alone make batches and call `settle`."""
+        self.what = what
+        self.path = path
+        self.offsets = offsets
+        self.lengths = buffers.lengths
+        self.errors = np.zeros(len(offsets), np.int64)
+        """int64 [requests]: 0, or the errno with which a request failed. Final when done."""
+        self._buffers: Buffers | None = buffers
+        self._crash: BaseException | None = None
+        self._done = False
+        self._callbacks: list[Callable[[], None]] = []
+        self._changed = threading.Condition(threading.Lock())
+
+    @property
+    def done(self) -> bool:
+        """Whether every request is complete and the memory may be used for something else."""
+        return self._done
+
+    def settle(self, crash: BaseException | None = None) -> None:
+        """Nothing of it is in flight any more. crash: what broke it off, else `errors` counts."""
+        with self._changed:
+            assert not self._done
+            self._crash = crash
+            self._buffers = None
+            self._done = True
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        for callback in callbacks:
+            callback()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call this once when the batch is done, at once if it is.
+
+        It is called on whatever thread settles the batch, must be quick, may not raise, and may
+        not call the device.
+        """
+        with self._changed:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def join(self) -> None:
+        """Return when it is done, also by an exception such as KeyboardInterrupt. Only for Devices
+        whose batches go on by themselves; everybody else calls `Device.wait`."""
+        with self._changed:
+            try:
+                self._changed.wait_for(lambda: self._done)
+            except BaseException:
+                self._changed.wait_for(lambda: self._done)
+                raise
+
+    def result(self) -> None:
+        """Raise what `read` or `write` would have raised. The batch must be done."""
+        assert self._done, "the batch is still on its way"
+        if self._crash is not None:
+            raise self._crash
+        raise_failures(self.what, self.path, self.offsets, self.lengths, self.errors)
+
+
 class Device(ABC):
     """A raw block device, or a preallocated file. Safe to use from many threads."""
 
@@ -59,10 +129,44 @@ class Device(ABC):
     capacity_bytes: int
     block_bytes: int
     """Logical block size: every offset, length and address is a multiple of it."""
+    failed_flushes: int = 0
+    """Flushes that failed so far. What was written before one may be gone for good, whatever a
+    later flush returns: the kernel and the drive report such a loss once."""
 
     @abstractmethod
     def read(self, offsets: Int64Array, buffers: Buffers) -> None:
         """Fill buffers[i] from offsets[i]. Raises what `check` does, DeviceError, ClosedError."""
+
+    @abstractmethod
+    def start_read(self, offsets: Int64Array, buffers: Buffers) -> PendingBatch:
+        """Begin what `read` does and return without waiting for the device.
+
+        A failure of the device is raised by the batch's `result`. One bad block may fail requests
+        that lie beside it; `read` tells them apart, here the caller does, by reading each alone.
+        Raises what `check` does, ClosedError.
+        """
+
+    @abstractmethod
+    def wait(self, batch: PendingBatch) -> None:
+        """Return when a batch of this device is done; raises what its `result` raises.
+
+        Also by an exception such as KeyboardInterrupt it returns only when the batch is done.
+        """
+
+    @property
+    @abstractmethod
+    def completion_fd(self) -> int:
+        """An eventfd that is readable when started batches may be done since the last `poll`.
+
+        For one event loop at a time. The device closes it. Raises ClosedError, DeviceError.
+        """
+
+    @abstractmethod
+    def poll(self) -> None:
+        """Take note of what is complete, without waiting; batches that are complete become done.
+
+        Raises ClosedError.
+        """
 
     @abstractmethod
     def write(self, offsets: Int64Array, buffers: Buffers) -> None:
@@ -118,3 +222,35 @@ class Device(ABC):
                 f"request at offset {int(offsets[i])} of {int(buffers.lengths[i])} bytes lies "
                 f"outside {self.path} of {self.capacity_bytes} bytes"
             )
+
+
+def check_memory(buffers: Buffers, *, reading: bool) -> None:
+    """Raise ConfigError unless the kernel may be given the addresses of these buffers."""
+    memory = buffers.memory
+    if memory.dtype != np.uint8 or not memory.flags.c_contiguous:
+        raise ConfigError(
+            f"I/O needs C-contiguous memory of uint8: got {memory.dtype} with strides "
+            f"{memory.strides}"
+        )
+    if reading and not memory.flags.writeable:
+        raise ConfigError("a read needs writable memory: this array is read-only")
+    if (buffers.lengths < 0).any():
+        raise ConfigError(f"a buffer has a negative length: {int(buffers.lengths.min())} bytes")
+
+
+def raise_failures(
+    what: str, path: str, offsets: Int64Array, lengths: Int64Array, errors: Int64Array
+) -> None:
+    """Raise DeviceError if any request of a batch failed. errors: int64 [requests], 0 or errno."""
+    failed = np.flatnonzero(errors)
+    if not len(failed):
+        return
+    first = int(failed[0])
+    number = int(errors[first])
+    raise DeviceError(
+        f"{len(failed)} of {len(offsets)} {what}s of {path} failed; the first at offset "
+        f"{int(offsets[first])} of {int(lengths[first])} bytes: {os.strerror(number)} "
+        f"({errno.errorcode.get(number, number)})",
+        number,
+        [(int(i), int(errors[i])) for i in failed],
+    )

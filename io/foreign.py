@@ -40,7 +40,7 @@ def in_use_by(path: str) -> str | None:
     except OSError as error:
         raise DeviceError(f"cannot look at {path}: {error.strerror}", error.errno or 0) from error
     if not stat.S_ISBLK(status.st_mode):
-        return _swap(path, None) or _loop_device(path)
+        return _swap(path, None) or _loop_device(path, None)
     number = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
     directory = Path("/sys/dev/block", number)
     used = _use_of(path, number, directory)
@@ -68,7 +68,7 @@ def _use_of(path: str, number: str, directory: Path) -> str | None:
         holders = []
     if holders:
         return f"held by {', '.join(holders)}"
-    return _swap(path, number)
+    return _swap(path, number) or _loop_device(path, number)
 
 
 def _swap(path: str, number: str | None) -> str | None:
@@ -80,9 +80,11 @@ def _swap(path: str, number: str | None) -> str | None:
     return None
 
 
-def _loop_device(path: str) -> str | None:
+def _loop_device(path: str, number: str | None) -> str | None:
+    """The loop device over a file or, with its number, over a device: no holder, but a user."""
     for backing in sorted(Path("/sys/block").glob("loop*/loop/backing_file")):
-        if _text(backing).strip() == _real(path):
+        name = _text(backing)
+        if _same_device(name, number) if number else name == _real(path):
             return f"held by /dev/{backing.parent.parent.name}, whose backing file it is"
     return None
 

@@ -42,7 +42,7 @@ class StoreLock:
             except BlockingIOError as error:
                 raise LockedError(
                     f"{name}: the store is open for writing in {_owner(fd)}. "
-                    "Close it there, or open the store read-only.",
+                    "Close it there; kvtier ls, verify and doctor work beside it.",
                     errno.EWOULDBLOCK,
                 ) from error
             os.ftruncate(fd, 0)
@@ -79,6 +79,8 @@ def _owner(fd: int) -> str:
     pid, host = words
     if host != socket.gethostname():
         return f"process {pid} on host {host}"
+    if int(pid) == os.getpid():
+        return f"this process (process {pid} on host {host})"
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -3,7 +3,10 @@
 import os
 from abc import abstractmethod
 
-from kvtier.io.device import Buffers, Device, Int64Array
+import numpy as np
+
+from kvtier.errors import DeviceError
+from kvtier.io.device import Buffers, Device, Int64Array, PendingBatch, raise_failures
 from kvtier.io.rawfile import RawFile
 
 RETRIES_MAX = 1000
@@ -25,17 +28,41 @@ class RawDevice(Device):
         self._pid = os.getpid()
 
     @abstractmethod
-    def _batch(self, what: str, offsets: Int64Array, buffers: Buffers) -> None:
-        """Move a batch. what: "read" or "write"."""
+    def _start(self, what: str, offsets: Int64Array, buffers: Buffers) -> PendingBatch:
+        """Begin to move a batch that somebody will `wait` for. what: "read" or "write"."""
 
     def read(self, offsets: Int64Array, buffers: Buffers) -> None:
-        self._batch("read", offsets, buffers)
+        try:
+            self.wait(self._start("read", offsets, buffers))
+        except DeviceError as error:
+            if len(offsets) < 2 or not error.failures:
+                raise
+            self._read_again(offsets, buffers, [index for index, _ in error.failures])
+
+    def _read_again(self, offsets: Int64Array, buffers: Buffers, failed: list[int]) -> None:
+        """Read one by one what failed in a batch. The kernel may send requests that lie side by
+        side as one, which then fail as one though only one block is bad."""
+        errors = np.zeros(len(offsets), np.int64)
+        for index in failed:
+            one = slice(index, index + 1)
+            alone = Buffers(buffers.memory, buffers.starts[one], buffers.lengths[one])
+            try:
+                self.wait(self._start("read", offsets[one], alone))
+            except DeviceError as error:
+                if not error.failures:
+                    raise
+                errors[index] = error.failures[0][1]
+        raise_failures("read", self.path, offsets, buffers.lengths, errors)
 
     def write(self, offsets: Int64Array, buffers: Buffers) -> None:
-        self._batch("write", offsets, buffers)
+        self.wait(self._start("write", offsets, buffers))
 
     def flush(self) -> None:
-        self._raw.flush()
+        try:
+            self._raw.flush()
+        except DeviceError:
+            self.failed_flushes += 1
+            raise
 
     def discard(self, offsets: Int64Array, lengths: Int64Array) -> bool:
         return self._raw.discard(offsets, lengths)

@@ -1,8 +1,8 @@
 """Opening a device or region file for direct I/O, and what every engine does with it the same way.
 
 Invariants of RawFile:
-- `fd` is closed only when nobody uses it: every system call on it happens inside `use()`, and
-  `close` waits for the last one.
+- `fd` is closed only when nobody uses it: every system call on it happens inside `use()`, or
+  between `acquire` and `release`, and `close` waits for the last one.
 - Only the process that opened it may use it.
 """
 
@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-import numpy as np
-
 from kvtier.errors import (
     AlignmentError,
     CapacityError,
@@ -32,8 +30,7 @@ from kvtier.errors import (
 from kvtier.io import syscalls
 from kvtier.io.alignment import GRID_BYTES, align_down
 from kvtier.io.buffers import aligned_bytes
-from kvtier.io.device import Buffers, Int64Array
-from kvtier.io.durability import sync_directory
+from kvtier.io.device import Int64Array
 from kvtier.io.foreign import in_use_by
 
 DirectMode = Literal["required", "preferred", "off"]
@@ -69,6 +66,7 @@ class RawFile:
         self._idle = threading.Condition()
         self._users = 0
         self._closed = False
+        self._fd_closed = False
 
     def ensure_open(self) -> None:
         """Raise ClosedError after `close`, or in a process that did not open the file."""
@@ -80,19 +78,33 @@ class RawFile:
         if self._closed:
             raise ClosedError(f"{self.path} is closed")
 
-    @contextmanager
-    def use(self) -> Iterator[int]:
-        """The fd, which stays open for the length of the block. Raises ClosedError."""
+    def acquire(self) -> int:
+        """The fd, which stays open until `release`. Raises ClosedError."""
         self.ensure_open()
         with self._idle:
             self.ensure_open()
             self._users += 1
+        return self.fd
+
+    def release(self) -> None:
+        """Undo one `acquire`, from any thread."""
+        with self._idle:
+            self._users -= 1
+            self._idle.notify_all()
+
+    @contextmanager
+    def use(self) -> Iterator[int]:
+        """The fd, which stays open for the length of the block. Raises ClosedError."""
+        fd = self.acquire()
         try:
-            yield self.fd
+            yield fd
         finally:
-            with self._idle:
-                self._users -= 1
-                self._idle.notify_all()
+            self.release()
+
+    def refuse(self) -> None:
+        """Let nobody in any more; who is in goes on. The first half of `close`."""
+        with self._idle:
+            self._closed = True
 
     def flush(self) -> None:
         """Return when everything written before is durable. Raises DeviceError, ClosedError."""
@@ -131,15 +143,20 @@ class RawFile:
         """Wait for system calls in flight and close the fd. Calling it twice is allowed."""
         if os.getpid() != self._pid:
             # A lock that another thread held at the fork is never released here, so take none.
-            if not self._closed:
-                self._closed = True
-                os.close(self.fd)
+            self._closed = True
+            self._close_fd()
             return
         with self._idle:
-            if self._closed:
-                return
             self._closed = True
             self._idle.wait_for(lambda: not self._users)
+            if not self._fd_closed and not self.is_block_device:
+                # A child that was forked meanwhile shares the lock, and may live longer.
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
+            self._close_fd()
+
+    def _close_fd(self) -> None:
+        if not self._fd_closed:
+            self._fd_closed = True
             os.close(self.fd)
 
     def _discard_range(self, fd: int, offset: int, length: int) -> bool:
@@ -255,7 +272,7 @@ def _open_fd(path: str, flags: int, writable: bool) -> int:
 
 
 def create_region_file(path: str, nbytes: int) -> None:
-    """Make a file of zeros, mode 0600, with all its blocks allocated, durably.
+    """Make a file of zeros, mode 0600, with all its blocks allocated. Not durable yet.
 
     nbytes: multiple of GRID_BYTES. Raises CapacityError if the file system has no room, DeviceError
     if the file exists or cannot be made; nothing is left behind then.
@@ -271,10 +288,8 @@ def create_region_file(path: str, nbytes: int) -> None:
     try:
         try:
             _allocate(fd, path, nbytes)
-            os.fsync(fd)
         finally:
             os.close(fd)
-        sync_directory(os.path.dirname(path))
     except BaseException as error:
         os.unlink(path)
         if isinstance(error, OSError) and not isinstance(error, DeviceError):
@@ -304,38 +319,6 @@ def _allocate(fd: int, path: str, nbytes: int) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise full from error
         raise
-
-
-def check_memory(buffers: Buffers, *, reading: bool) -> None:
-    """Raise ConfigError unless the kernel may be given the addresses of these buffers."""
-    memory = buffers.memory
-    if memory.dtype != np.uint8 or not memory.flags.c_contiguous:
-        raise ConfigError(
-            f"I/O needs C-contiguous memory of uint8: got {memory.dtype} with strides "
-            f"{memory.strides}"
-        )
-    if reading and not memory.flags.writeable:
-        raise ConfigError("a read needs writable memory: this array is read-only")
-    if (buffers.lengths < 0).any():
-        raise ConfigError(f"a buffer has a negative length: {int(buffers.lengths.min())} bytes")
-
-
-def raise_failures(
-    what: str, path: str, offsets: Int64Array, lengths: Int64Array, errors: Int64Array
-) -> None:
-    """Raise DeviceError if any request of a batch failed. errors: int64 [requests], 0 or errno."""
-    failed = np.flatnonzero(errors)
-    if not len(failed):
-        return
-    first = int(failed[0])
-    number = int(errors[first])
-    raise DeviceError(
-        f"{len(failed)} of {len(offsets)} {what}s of {path} failed; the first at offset "
-        f"{int(offsets[first])} of {int(lengths[first])} bytes: {os.strerror(number)} "
-        f"({errno.errorcode.get(number, number)})",
-        number,
-        [(int(i), int(errors[i])) for i in failed],
-    )
 
 
 def _status(path: str, writable: bool) -> os.stat_result:

@@ -98,11 +98,9 @@ class Region:
             block_bytes=device.block_bytes,
             sequence=1 + max((s.sequence for s in _intact(copies)), default=0),
         )
-        # Old signatures go first, durably: a crash half way must leave nothing that another
-        # program would take for its own.
+        # Zeros first: nothing may stay that another program would take for its own.
         _write(device, 0, bytes(DATA_START))
         _write(device, region_bytes - DATA_START, bytes(DATA_START))
-        device.flush()
         for offset in copy_offsets(region_bytes):
             _write(device, offset, superblock.pack())
         device.flush()
@@ -175,6 +173,25 @@ class Region:
 
 def _intact(copies: tuple[SuperblockCopy, ...]) -> list[Superblock]:
     return [copy.found for copy in copies if isinstance(copy.found, Superblock)]
+
+
+def store_on(device: Device) -> str:
+    """UUID of the store that a device's region belongs to.
+
+    Raises FormatError where no copy of the superblock is intact, ConfigError, DeviceError.
+    """
+    if device.capacity_bytes < REGION_BYTES_MIN:
+        raise ConfigError(
+            f"{device.path} has {device.capacity_bytes} bytes: a region has at least "
+            f"{REGION_BYTES_MIN} bytes"
+        )
+    copies = read_copies(_Reader(device), device.capacity_bytes)
+    intact = _intact(copies)
+    if not intact:
+        first = copies[0].found
+        assert not isinstance(first, Superblock)
+        raise first
+    return max(intact, key=lambda s: s.sequence).store_uuid
 
 
 def _refuse_to_overwrite(

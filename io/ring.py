@@ -1,10 +1,13 @@
 """An io_uring driven from numpy: submission entries are written, completions read, as arrays.
 
-Plain Python has no memory barriers. They are not needed here: without a kernel polling thread the
-kernel looks at the submission ring, and fills the completion ring, only inside io_uring_enter.
+Plain Python has no memory barriers. The submission ring needs none: without a kernel polling thread
+the kernel looks at it only inside io_uring_enter, called by the thread that wrote it. A completion
+is read after the tail that announces it was loaded, turned into a Python int and used for the
+shape of an index: what depends on it cannot overtake it.
 
 Invariants:
-- One thread at a time uses a ring; its owner holds a lock.
+- One thread at a time pushes, submits and reaps; its owner holds a lock. Another one may be inside
+  `wait` meanwhile, and nobody else reaps then.
 - `in_flight` counts requests that were pushed and not reaped: their memory must stay alive.
 - `_tail` and `_head` are the only writers of the shared indices that belong to us.
 """
@@ -24,9 +27,12 @@ from kvtier.io.device import Int64Array
 
 READ, WRITE = 22, 23
 READ_FIXED, WRITE_FIXED = 4, 5
+ASYNC = 1 << 4
+"""Flag: begin the request on a thread of the kernel, where it would copy from the page cache."""
 
 _ENTER_GETEVENTS = 1
 _REGISTER_BUFFERS, _UNREGISTER_BUFFERS = 0, 1
+_REGISTER_EVENTFD = 4
 _MAP_POPULATE = 0x8000
 _SQES_OFFSET = 0x10000000
 _BUSY_RETRY_S = 0.0005
@@ -34,9 +40,9 @@ _BUSY_RETRIES_MAX = 20_000
 
 _SQE = np.dtype(
     {
-        "names": ["opcode", "fd", "offset", "address", "length", "user_data", "buffer"],
-        "formats": ["u1", "i4", "u8", "u8", "u4", "u8", "u2"],
-        "offsets": [0, 4, 8, 16, 24, 32, 40],
+        "names": ["opcode", "flags", "fd", "offset", "address", "length", "user_data", "buffer"],
+        "formats": ["u1", "u1", "i4", "u8", "u8", "u4", "u8", "u2"],
+        "offsets": [0, 1, 4, 8, 16, 24, 32, 40],
         "itemsize": 64,
     }
 )
@@ -100,6 +106,10 @@ class Ring:
         """Undo register_buffers. Raises the kernel's OSError."""
         syscalls.io_uring_register(self.fd, _UNREGISTER_BUFFERS, None, 0)
 
+    def register_event(self, eventfd: int) -> None:
+        """Have the kernel signal an eventfd at every completion. Raises the kernel's OSError."""
+        syscalls.io_uring_register(self.fd, _REGISTER_EVENTFD, (ctypes.c_int32 * 1)(eventfd), 1)
+
     def push(
         self,
         fd: int,
@@ -107,13 +117,15 @@ class Ring:
         where: tuple[Int64Array, Int64Array, Int64Array],
         buffers: Int64Array,
         user_data: Int64Array,
+        flags: int = 0,
     ) -> None:
-        """Write submission entries; `enter` hands them over. where: offsets, addresses, lengths."""
+        """Write entries for `submit` to hand over. where: offsets, addresses, lengths."""
         count = len(user_data)
         assert self.in_flight + count <= self.depth, "the ring is full"
         slots = (self._tail + np.arange(count)) & self._sq_mask
         entries = np.zeros(count, _SQE)
         entries["opcode"] = opcodes
+        entries["flags"] = flags
         entries["fd"] = fd
         entries["offset"], entries["address"], entries["length"] = where
         entries["buffer"] = buffers
@@ -123,16 +135,27 @@ class Ring:
         self.in_flight += count
         self._sq_tail[0] = self._tail
 
-    def enter(self, wait: int) -> None:
-        """Submit what was pushed and return when `wait` completions are there, or earlier.
+    def submit(self) -> None:
+        """Hand over what was pushed. Raises the kernel's OSError."""
+        while self._unsubmitted:
+            self._enter(0)
 
-        Retries what a signal interrupted and what the kernel had no room for. Raises the kernel's
-        OSError.
-        """
+    def wait(self, count: int) -> None:
+        """Return when `count` completions are there, or earlier. Raises the kernel's OSError."""
+        self._enter(count)
+
+    @property
+    def _unsubmitted(self) -> int:
+        # The kernel moves the head when it takes entries, so this also counts what an interrupted
+        # call left behind.
+        return (self._tail - int(self._sq_head[0])) & 0xFFFFFFFF
+
+    def _enter(self, wait: int) -> None:
+        """Without `wait`, submit. Retries what a signal interrupted and what the kernel had no
+        room for."""
         for _ in range(_BUSY_RETRIES_MAX):
-            # The kernel moves the head when it takes entries, so this also counts what an
-            # interrupted call left behind.
-            submit = (self._tail - int(self._sq_head[0])) & 0xFFFFFFFF
+            # Who waits does not hold the lock, and so leaves alone what others push.
+            submit = 0 if wait else self._unsubmitted
             try:
                 syscalls.io_uring_enter(self.fd, submit, wait, _ENTER_GETEVENTS)
             except InterruptedError:
@@ -140,7 +163,7 @@ class Ring:
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EBUSY):
                     raise
-                if int(self._cq_tail[0]) != self._head:
+                if wait and int(self._cq_tail[0]) != self._head:
                     return
                 time.sleep(_BUSY_RETRY_S)
                 continue
@@ -159,5 +182,6 @@ class Ring:
     def drain(self) -> None:
         """Wait for everything in flight and drop the results."""
         while self.in_flight:
-            self.enter(self.in_flight)
+            self.submit()
+            self.wait(self.in_flight)
             self.reap()

@@ -2,6 +2,7 @@
 
 Invariants:
 - Batches, flushes, discards and marks take turns, so that the log is one true order of events.
+- Started batches take their turns on a thread of the simulation, in any order if `shuffled`.
 - A write that fails changes nothing, and a read that fails leaves its memory as it was.
 - The log holds what was asked for and acknowledged, whatever then became of it, and with the
   unflushed writes stays within `log_bytes_max` each.
@@ -18,11 +19,26 @@ from typing import Self
 import numpy as np
 
 from kvtier.errors import AlignmentError, ClosedError, ConfigError, DeviceError
-from kvtier.io.device import Buffers, ByteArray, Device, Int64Array
-from kvtier.io.rawfile import check_memory, raise_failures
-from kvtier.io.simulated_faults import NO_FAULTS, Chance, Faults, draw, strikes
+from kvtier.io.device import (
+    Buffers,
+    ByteArray,
+    Device,
+    Int64Array,
+    PendingBatch,
+    check_memory,
+    raise_failures,
+)
+from kvtier.io.simulated_faults import NO_FAULTS, Chance, Faults, draw, elsewhere, rotted, strikes
 from kvtier.io.simulated_log import SimulatedCounts, SimulatedOperation
-from kvtier.io.simulated_medium import ENTRY_BYTES, Kept, Medium, Unflushed
+from kvtier.io.simulated_medium import (
+    ENTRY_BYTES,
+    Kept,
+    Medium,
+    Unflushed,
+    check_seed,
+    check_sizes,
+)
+from kvtier.io.simulated_started import StartedBatches
 
 LOG_BYTES_MAX = 256 << 20
 
@@ -56,6 +72,7 @@ class SimulatedDevice(Device):
         self._log_bytes_max = log_bytes_max
         self._rots = 0
         self._turn = threading.Lock()
+        self._started = StartedBatches(self._next_started)
         self._pid = os.getpid()
         self._closed = False
 
@@ -71,7 +88,7 @@ class SimulatedDevice(Device):
         log_bytes_max: int = LOG_BYTES_MAX,
     ) -> Self:
         """A device of zeros. path: a name for messages, no file is touched. Raises ConfigError."""
-        _check_sizes(capacity_bytes, block_bytes, seed)
+        check_sizes(capacity_bytes, block_bytes, seed)
         medium, sizes = Medium.blank(capacity_bytes), (block_bytes, capacity_bytes)
         return cls(medium, sizes, seed=seed, faults=faults, path=path, log_bytes_max=log_bytes_max)
 
@@ -87,7 +104,7 @@ class SimulatedDevice(Device):
         log_bytes_max: int = LOG_BYTES_MAX,
     ) -> Self:
         """A device that holds a copy of `image`, all of it durable. Raises ConfigError."""
-        _check_sizes(len(image), block_bytes, seed)
+        check_sizes(len(image), block_bytes, seed)
         medium, sizes = Medium.holding(image), (block_bytes, len(image))
         return cls(medium, sizes, seed=seed, faults=faults, path=path, log_bytes_max=log_bytes_max)
 
@@ -97,15 +114,34 @@ class SimulatedDevice(Device):
         with self._in_turn():
             self.check(offsets, buffers)
             check_memory(buffers, reading=True)
-            first = self.counts.reads
-            self.counts.reads += len(offsets)
-            errors = np.zeros(len(offsets), np.int64)
-            for i in self._completions(Chance.READ_ORDER, first, len(offsets)):
-                start, length = int(buffers.starts[i]), int(buffers.lengths[i])
-                errors[i] = self._read(
-                    int(offsets[i]), buffers.memory[start : start + length], first + i
-                )
+            errors = self._read_batch(offsets, buffers)
         raise_failures("read", self.path, offsets, buffers.lengths, errors)
+
+    def start_read(self, offsets: Int64Array, buffers: Buffers) -> PendingBatch:
+        self._require_open()
+        self.check(offsets, buffers)
+        check_memory(buffers, reading=True)
+        batch = PendingBatch("read", self.path, offsets, buffers)
+
+        def carry_out() -> None:
+            with self._turn:
+                batch.errors[:] = self._read_batch(offsets, buffers)
+
+        self._started.add(batch, carry_out)
+        return batch
+
+    def wait(self, batch: PendingBatch) -> None:
+        batch.join()
+        batch.result()
+
+    @property
+    def completion_fd(self) -> int:
+        self._require_open()
+        return self._started.event.fd
+
+    def poll(self) -> None:
+        self._require_open()
+        self._started.event.clear()
 
     def write(self, offsets: Int64Array, buffers: Buffers) -> None:
         with self._in_turn():
@@ -128,6 +164,7 @@ class SimulatedDevice(Device):
             self.counts.flushes += 1
             if self.counts.flushes in self._faults.failing_flushes:
                 self._medium.drop()
+                self.failed_flushes += 1
                 self._note(SimulatedOperation("failed flush"))
                 raise DeviceError(
                     f"{self.path} could not be made durable: {os.strerror(errno.EIO)}", errno.EIO
@@ -153,11 +190,12 @@ class SimulatedDevice(Device):
 
     def close(self) -> None:
         # A turn that another thread held at a fork is never given back there, so take none.
-        if os.getpid() != self._pid:
-            self._closed = True
-            return
-        with self._turn:
-            self._closed = True
+        self._closed = True
+        if os.getpid() == self._pid:
+            self._started.close(f"{self.path} is closed")
+            # A batch that has its turn now ends first.
+            with self._turn:
+                pass
 
     # ---- what only a simulation can do ------------------------------------------------------
 
@@ -230,7 +268,7 @@ class SimulatedDevice(Device):
             raise ConfigError(f"a power cut keeps 'none', 'some' or 'all': got {kept!r}")
         if torn_bytes not in (None, 512, 4096):
             raise ConfigError(f"writes are torn at 512 or 4096 bytes: got {torn_bytes}")
-        _check_seed(seed)
+        check_seed(seed)
         self._require_own_process()
         return self._medium.image(kept, np.random.default_rng(seed), torn_bytes)
 
@@ -241,9 +279,13 @@ class SimulatedDevice(Device):
         """Alone with the device, which stays open. Raises ClosedError."""
         self._require_own_process()
         with self._turn:
-            if self._closed:
-                raise ClosedError(f"{self.path} is closed")
+            self._require_open()
             yield
+
+    def _require_open(self) -> None:
+        self._require_own_process()
+        if self._closed:
+            raise ClosedError(f"{self.path} is closed")
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
@@ -276,6 +318,23 @@ class SimulatedDevice(Device):
                 time.sleep(self._faults.delay_s)
             yield i
 
+    def _next_started(self, turn: int, waiting: int) -> int:
+        """Which of the started batches that wait comes next, in its `turn`-th choice."""
+        if not self._faults.shuffled:
+            return 0
+        return int(draw(self._seed, Chance.STARTED, turn).integers(waiting))
+
+    def _read_batch(self, offsets: Int64Array, buffers: Buffers) -> Int64Array:
+        """Carry out a batch of reads, in turn. Returns 0 or an errno for each."""
+        first = self.counts.reads
+        self.counts.reads += len(offsets)
+        errors = np.zeros(len(offsets), np.int64)
+        for i in self._completions(Chance.READ_ORDER, first, len(offsets)):
+            start, length = int(buffers.starts[i]), int(buffers.lengths[i])
+            target = buffers.memory[start : start + length]
+            errors[i] = self._read(int(offsets[i]), target, first + i)
+        return errors
+
     def _read(self, offset: int, target: ByteArray, number: int) -> int:
         """Carry out one read. Returns 0 or an errno."""
         error = self._faults.error(offset, target.size, writing=False)
@@ -304,11 +363,13 @@ class SimulatedDevice(Device):
             return 0
         random = draw(self._seed, Chance.MISDIRECTED, number)
         if strikes(faults.misdirected_rate, random):
-            offset = self._elsewhere(offset, len(data), random)
+            wrong = elsewhere(offset, self.capacity_bytes - len(data), self.block_bytes, random)
+            self.counts.misdirected_writes += wrong != offset
+            offset = wrong
         random = draw(self._seed, Chance.ROTTED, number)
         if strikes(faults.rotted_rate, random):
             self.counts.rotted_writes += 1
-            data = _rotted(data, faults.rotted_bits, random)
+            data = rotted(data, faults.rotted_bits, random)
         landed = Unflushed(offset, len(data), data)
         self._medium.land(landed, pieces, volatile=faults.volatile_cache)
         return 0
@@ -327,42 +388,9 @@ class SimulatedDevice(Device):
             self.counts.short_transfers += 1
         return [*pieces, left * self.block_bytes]
 
-    def _elsewhere(self, offset: int, length: int, random: np.random.Generator) -> int:
-        """Another aligned offset where a write of this length fits; the same if there is none."""
-        places = (self.capacity_bytes - length) // self.block_bytes
-        if not places:
-            return offset
-        self.counts.misdirected_writes += 1
-        # One place fewer than there are, counted on from the right one, which is never drawn.
-        step = int(random.integers(1, places + 1))
-        return (offset // self.block_bytes + step) % (places + 1) * self.block_bytes
-
     def _check_range(self, what: str, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.capacity_bytes:
             raise ConfigError(
                 f"{what} at offset {offset} of {length} bytes lies outside {self.path} of "
                 f"{self.capacity_bytes} bytes"
             )
-
-
-def _rotted(data: bytes, bits: int, random: np.random.Generator) -> bytes:
-    held = np.frombuffer(data, np.uint8).copy()
-    for bit in random.choice(8 * held.size, min(bits, 8 * held.size), replace=False).tolist():
-        held[bit // 8] ^= 1 << bit % 8
-    return held.tobytes()
-
-
-def _check_sizes(capacity_bytes: int, block_bytes: int, seed: int) -> None:
-    if block_bytes not in (512, 4096):
-        raise ConfigError(f"a simulated device has blocks of 512 or 4096 bytes: got {block_bytes}")
-    if capacity_bytes <= 0 or capacity_bytes % block_bytes:
-        raise ConfigError(
-            f"a simulated device needs a multiple of its {block_bytes} block bytes: got "
-            f"{capacity_bytes} bytes"
-        )
-    _check_seed(seed)
-
-
-def _check_seed(seed: int) -> None:
-    if seed < 0:
-        raise ConfigError(f"a seed is a number from 0: got {seed}")

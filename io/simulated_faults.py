@@ -45,7 +45,7 @@ class Faults:
     """What goes wrong; nothing unless named. Rates are chances per request, 0 to 1.
 
     volatile_cache: writes and discards are lost by a power cut unless a flush came after them.
-    shuffled: the requests of a batch complete in any order.
+    shuffled: the requests of a batch complete in any order, and so do batches that were started.
     bad_ranges: requests that overlap one of them fail.
     short_rate: a transfer moves only a part of what is left of its request, and is continued.
     lost_rate: a write is acknowledged and never lands.
@@ -102,6 +102,7 @@ class Chance(IntEnum):
     MISDIRECTED = 5
     ROTTED = 6
     ROT = 7
+    STARTED = 8
 
 
 def draw(seed: int, chance: Chance, number: int) -> np.random.Generator:
@@ -112,3 +113,21 @@ def draw(seed: int, chance: Chance, number: int) -> np.random.Generator:
 def strikes(rate: float, random: np.random.Generator) -> bool:
     """Whether a fault of this rate happens. Always draws one number."""
     return bool(random.random() < rate)
+
+
+def rotted(data: bytes, bits: int, random: np.random.Generator) -> bytes:
+    """A copy with so many different bits flipped."""
+    held = np.frombuffer(data, np.uint8).copy()
+    for bit in random.choice(8 * held.size, min(bits, 8 * held.size), replace=False).tolist():
+        held[bit // 8] ^= 1 << bit % 8
+    return held.tobytes()
+
+
+def elsewhere(offset: int, last: int, block_bytes: int, random: np.random.Generator) -> int:
+    """Another aligned offset up to `last`; the same if there is none. Bytes."""
+    places = last // block_bytes
+    if not places:
+        return offset
+    # One place fewer than there are, counted on from the right one, which is never drawn.
+    step = int(random.integers(1, places + 1))
+    return (offset // block_bytes + step) % (places + 1) * block_bytes

@@ -14,6 +14,7 @@ from typing import Literal, Self
 
 import numpy as np
 
+from kvtier.errors import ConfigError
 from kvtier.io.device import ByteArray, Int64Array
 
 Kept = Literal["none", "some", "all"]
@@ -150,3 +151,21 @@ def _lay(target: ByteArray, written: Unflushed, start: int, end: int) -> None:
     else:
         first = start - written.offset
         target[start:end] = np.frombuffer(written.data, np.uint8)[first : first + end - start]
+
+
+def check_sizes(capacity_bytes: int, block_bytes: int, seed: int) -> None:
+    """Raise ConfigError unless such a simulated device can be."""
+    if block_bytes not in (512, 4096):
+        raise ConfigError(f"a simulated device has blocks of 512 or 4096 bytes: got {block_bytes}")
+    if capacity_bytes <= 0 or capacity_bytes % block_bytes:
+        raise ConfigError(
+            f"a simulated device needs a multiple of its {block_bytes} block bytes: got "
+            f"{capacity_bytes} bytes"
+        )
+    check_seed(seed)
+
+
+def check_seed(seed: int) -> None:
+    """Raise ConfigError for what is no seed."""
+    if seed < 0:
+        raise ConfigError(f"a seed is a number from 0: got {seed}")

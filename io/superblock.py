@@ -134,11 +134,12 @@ def _read_copy(read: Callable[[int, int], bytes], offset: int) -> SuperblockCopy
     try:
         data = read(offset, SUPERBLOCK_BYTES)
     except DeviceError as error:
-        # One unreadable copy is what the others are for.
-        return SuperblockCopy(offset, error, False)
+        # One unreadable copy is what the others are for. Without its traceback, the error keeps
+        # no frame, and so no device, alive.
+        return SuperblockCopy(offset, error.with_traceback(None), False)
     try:
         return SuperblockCopy(offset, Superblock.parse(data), False)
     except VersionMismatch as error:
-        return SuperblockCopy(offset, error, checksum_holds(data))
+        return SuperblockCopy(offset, error.with_traceback(None), checksum_holds(data))
     except FormatError as error:
-        return SuperblockCopy(offset, error, False)
+        return SuperblockCopy(offset, error.with_traceback(None), False)

@@ -114,9 +114,12 @@ def io_uring_enter(ring_fd: int, submit: int, wait: int, flags: int) -> int:
 
 
 def io_uring_register(
-    ring_fd: int, opcode: int, argument: ctypes.Array[ctypes.c_uint64] | None, count: int
+    ring_fd: int,
+    opcode: int,
+    argument: ctypes.Array[ctypes.c_uint64] | ctypes.Array[ctypes.c_int32] | None,
+    count: int,
 ) -> None:
-    """Register or unregister buffers or files."""
+    """Register or unregister buffers or an eventfd."""
     if _syscall(_IO_URING_REGISTER, ring_fd, ctypes.c_uint(opcode), argument, count) < 0:
         _raise_errno()
 

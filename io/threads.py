@@ -1,8 +1,10 @@
 """A Device on eight worker loops around preadv and pwritev: works on every kernel.
 
 Invariants:
-- A batch returns, also by an exception, only when no worker touches its memory any more.
-- Each worker takes a list of requests; one request alone is done by the calling thread.
+- A batch is done only when no worker touches its memory any more, and a call that waits for one
+  returns, also by an exception, only then.
+- Each worker takes a list of requests; one request alone is done by the calling thread, if that
+  waits for it anyway.
 - A request is done when all of its bytes moved or it has an errno.
 """
 
@@ -12,45 +14,59 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
 
-from kvtier.io.device import Buffers, Int64Array
+from kvtier.io.completion_event import CompletionEvent
+from kvtier.io.device import Buffers, Int64Array, PendingBatch, check_memory
 from kvtier.io.raw_device import RETRIES_MAX, RETRY_S, RawDevice
-from kvtier.io.rawfile import DirectMode, RawFile, check_memory, open_raw, raise_failures
+from kvtier.io.rawfile import DirectMode, RawFile, open_raw
 
 WORKERS = 8
 
 
-@dataclass(slots=True)
-class _Batch:
-    """One call of read or write, shared by the workers that carry it out."""
+class _Work:
+    """A batch, shared by the workers that carry it out."""
 
-    move: Callable[[int], int]
-    """Moves request i whole and returns 0 or an errno."""
-    errors: Int64Array
-    parts: int
-    """Lists of requests that are not finished yet."""
-    finished: threading.Condition = field(default_factory=threading.Condition)
-    crash: BaseException | None = None
+    def __init__(
+        self, batch: PendingBatch, move: Callable[[int], int], finish: Callable[[], None]
+    ) -> None:
+        """move: moves request i whole and returns 0 or an errno. finish: called once, last."""
+        self.batch = batch
+        self._move: Callable[[int], int] | None = move
+        self._finish = finish
+        self._parts = 0
+        self._crash: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def expect(self, parts: int) -> None:
+        """So many lists of requests make up the batch."""
+        self._parts = parts
+        if not parts:
+            self._settle()
 
     def run(self, indices: Int64Array) -> None:
         """Move these requests, on the thread of the caller."""
+        move = self._move
+        assert move is not None
         try:
             for i in indices:
-                self.errors[i] = self.move(int(i))
+                self.batch.errors[i] = move(int(i))
         except BaseException as error:
             # It belongs to the thread that waits for the batch, which raises it.
-            self.crash = error
-        with self.finished:
-            self.parts -= 1
-            self.finished.notify_all()
+            self._crash = error
+        with self._lock:
+            self._parts -= 1
+            last = not self._parts
+        if last:
+            self._settle()
 
-    def wait(self) -> None:
-        with self.finished:
-            self.finished.wait_for(lambda: not self.parts)
+    def _settle(self) -> None:
+        # It holds the batch's memory, which is free from now on.
+        self._move = None
+        self.batch.settle(self._crash)
+        self._finish()
 
 
 class ThreadsDevice(RawDevice):
@@ -60,7 +76,8 @@ class ThreadsDevice(RawDevice):
 
     def __init__(self, raw: RawFile, workers: int) -> None:
         super().__init__(raw)
-        self._jobs: queue.SimpleQueue[tuple[_Batch, Int64Array] | None] = queue.SimpleQueue()
+        self._event = CompletionEvent()
+        self._jobs: queue.SimpleQueue[tuple[_Work, Int64Array] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"kvtier-io-{i}", daemon=True)
             for i in range(workers)
@@ -84,47 +101,69 @@ class ThreadsDevice(RawDevice):
             self._jobs.put(None)
         for thread in threads:
             thread.join()
+        self._event.close()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            batch, indices = job
-            batch.run(indices)
+            work, indices = job
+            work.run(indices)
             # Without this an idle worker would keep the last batch's memory alive.
-            del job, batch, indices
+            del job, work, indices
 
-    def _batch(self, what: str, offsets: Int64Array, buffers: Buffers) -> None:
-        with self._raw.use() as fd:
-            self.check(offsets, buffers)
-            check_memory(buffers, reading=what == "read")
-            if not len(offsets):
-                return
-            memory = buffers.memory.data
+    def start_read(self, offsets: Int64Array, buffers: Buffers) -> PendingBatch:
+        return self._begin("read", offsets, buffers, waits=False)
 
-            def move(i: int) -> int:
-                start, length = int(buffers.starts[i]), int(buffers.lengths[i])
-                view = memory[start : start + length]
-                return self._move(what == "write", fd, int(offsets[i]), view)
+    def _start(self, what: str, offsets: Int64Array, buffers: Buffers) -> PendingBatch:
+        return self._begin(what, offsets, buffers, waits=True)
 
-            errors = np.zeros(len(offsets), np.int64)
-            lists = self._split(buffers.lengths)
-            batch = _Batch(move, errors, len(lists))
-            if len(lists) == 1:
-                batch.run(lists[0])
-            else:
-                for indices in lists:
-                    self._jobs.put((batch, indices))
-            try:
-                batch.wait()
-            except BaseException:
-                # Ctrl-C: the workers still move bytes of our memory.
-                batch.wait()
-                raise
-        if batch.crash is not None:
-            raise batch.crash
-        raise_failures(what, self.path, offsets, buffers.lengths, errors)
+    def _begin(
+        self, what: str, offsets: Int64Array, buffers: Buffers, *, waits: bool
+    ) -> PendingBatch:
+        """waits: the caller waits for the batch at once, so its thread may work for it."""
+        self._raw.ensure_open()
+        self.check(offsets, buffers)
+        check_memory(buffers, reading=what == "read")
+        batch = PendingBatch(what, self.path, offsets, buffers)
+        memory, starts, lengths = buffers.memory.data, buffers.starts, buffers.lengths
+        fd = self._raw.acquire()
+
+        def move(i: int) -> int:
+            start = int(starts[i])
+            view = memory[start : start + int(lengths[i])]
+            return self._move(what == "write", fd, int(offsets[i]), view)
+
+        def finish() -> None:
+            if not waits:
+                self._event.signal()
+            self._raw.release()
+
+        work = _Work(batch, move, finish)
+        lists = self._split(lengths)
+        work.expect(len(lists))
+        if waits and len(lists) == 1:
+            work.run(lists[0])
+        else:
+            for indices in lists:
+                self._jobs.put((work, indices))
+        return batch
+
+    def wait(self, batch: PendingBatch) -> None:
+        batch.join()
+        batch.result()
+
+    @property
+    def completion_fd(self) -> int:
+        with self._raw.use():
+            return self._event.fd
+
+    def poll(self) -> None:
+        with self._raw.use():
+            self._event.clear()
 
     def _split(self, lengths: Int64Array) -> list[Int64Array]:
         """Lists of neighbouring requests of about the same bytes, at most one per worker."""
+        if not len(lengths):
+            return []
         ends = np.cumsum(lengths)
         workers = min(WORKERS, len(lengths))
         cuts = np.searchsorted(ends, ends[-1] * np.arange(1, workers) / workers)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvtier.errors import KvtierError
     from kvtier.front import open  # noqa: A004
+    from kvtier.tiering.aio import AsyncStore
+    from kvtier.tiering.chain import content_tokens
     from kvtier.tiering.config import Config
     from kvtier.tiering.fingerprint import Fingerprint, Provenance
     from kvtier.tiering.geometry import Geometry, LayerGeometry
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncStore",
     "Config",
     "Fingerprint",
     "Geometry",
@@ -30,10 +33,12 @@ __all__ = [
     "Sequence",
     "Store",
     "StoreStats",
+    "content_tokens",
     "open",
 ]
 
 _HOMES = {
+    "AsyncStore": ("kvtier.tiering.aio", "AsyncStore"),
     "Config": ("kvtier.tiering.config", "Config"),
     "Fingerprint": ("kvtier.tiering.fingerprint", "Fingerprint"),
     "Geometry": ("kvtier.tiering.geometry", "Geometry"),
@@ -43,6 +48,7 @@ _HOMES = {
     "Sequence": ("kvtier.tiering.sequence", "Sequence"),
     "Store": ("kvtier.tiering.store", "Store"),
     "StoreStats": ("kvtier.tiering.stats", "StoreStats"),
+    "content_tokens": ("kvtier.tiering.chain", "content_tokens"),
     "open": ("kvtier.front", "open"),
 }
 
@@ -53,3 +59,7 @@ def __getattr__(name: str) -> Any:
     except KeyError:
         raise AttributeError(f"module 'kvtier' has no attribute {name!r}") from None
     return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -38,10 +38,12 @@ class BadMagic(FormatError):
 class VersionMismatch(FormatError):
     """The structure has a format version that this release does not read."""
 
-    def __init__(self, what: str, found: int, readable: int) -> None:
+    def __init__(
+        self, what: str, found: int, readable: int, remedy: str = "format the region anew"
+    ) -> None:
         super().__init__(
             f"{what} has format version {found}; this release of kvtier reads version {readable}. "
-            "Open it with the release that wrote it, or format the region anew."
+            f"Open it with the release that wrote it, or {remedy}."
         )
         self.found = found
         self.readable = readable

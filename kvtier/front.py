@@ -10,7 +10,7 @@ from kvtier.errors import ConfigError
 from kvtier.io.probe import Engine
 from kvtier.io.rawfile import DirectMode
 from kvtier.tiering.config import Config
-from kvtier.tiering.fingerprint import Fingerprint
+from kvtier.tiering.fingerprint import Fingerprint, tenant
 from kvtier.tiering.geometry import Geometry
 
 if TYPE_CHECKING:
@@ -24,12 +24,15 @@ def open(  # noqa: A001
     geometry: Geometry | None = None,
     fingerprint: Mapping[str, Any] | str | None = None,
     namespace: str = "",
+    salt: str | bytes = "",
     region: int | str | None = None,
     hot: int | str = "512MiB",
     host: int | str = 0,
     engine: Engine = "auto",
     direct_io: DirectMode = "preferred",
     force: bool = False,
+    hold_limit: int | str | None = None,
+    discard: bool = False,
 ) -> Store:
     """Open the store in directory `path`, or make one there. Use it as a `with` block.
 
@@ -37,14 +40,15 @@ def open(  # noqa: A001
         is set to "kvtier" until the store is closed.
     geometry, fingerprint: for any other engine: the KV shapes, and plain values that identify
         all that the KV depends on (weights, dtype, rotary settings, ...).
-    namespace: separates tenants: KV is never shared across namespaces.
-    region, hot, host, engine, direct_io, force: see kvtier.Config.
+    namespace, salt: separate tenants: KV is never shared across them. The salt is a secret of
+        the tenant and is not kept; without it nobody finds what was stored with it.
+    region, hot, host, engine, direct_io, force, hold_limit, discard: see kvtier.Config.
 
     Raises ConfigError for settings that cannot be used, and every error of Store.open.
     """
     from kvtier.tiering.store import Store
 
-    config = Config(region, hot, host, engine, direct_io, force)
+    config = Config(region, hot, host, engine, direct_io, force, hold_limit, discard)
     if model is not None:
         if geometry is not None or fingerprint is not None:
             raise ConfigError("pass a model, or geometry and fingerprint, not both")
@@ -55,13 +59,20 @@ def open(  # noqa: A001
             )
         from kvtier.tiering.adapters.model_store import open_for_model
 
-        store: Store = open_for_model(path, model, namespace, config)
+        store: Store = open_for_model(path, model, tenant(namespace, salt), config)
         return store
     if geometry is None or fingerprint is None:
         raise ConfigError("pass model=, or both geometry= and fingerprint=")
+    if not isinstance(geometry, Geometry):
+        raise ConfigError(f"geometry must be a kvtier.Geometry: got {type(geometry).__name__}")
+    if not isinstance(fingerprint, str | Mapping):
+        raise ConfigError(
+            "fingerprint must be text, or a dict of plain values that identify the model: got "
+            f"{type(fingerprint).__name__}"
+        )
     identity = {
         "engine": fingerprint if isinstance(fingerprint, str) else dict(fingerprint),
         "geometry": geometry.to_dict(),
-        "namespace": namespace,
+        "namespace": tenant(namespace, salt),
     }
     return Store.open(path, geometry, Fingerprint.of(identity), config)

@@ -211,6 +211,7 @@ class DeviceContract:
             device.discard(integers(device.capacity_bytes), integers(block))
 
     def test_nothing_in_the_page_cache(self, device: Device, path: str) -> None:
+        """A059."""
         assert device.direct_io, device.direct_io_reason
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -236,6 +237,7 @@ class DeviceContract:
                 use()
 
     def test_a_forked_child_is_refused(self, device: Device) -> None:
+        """A077."""
         source = filled(device.block_bytes, 1)
         device.write(integers(0), Buffers.whole(source))
         one = Buffers.whole(aligned_bytes(device.block_bytes))
@@ -318,6 +320,7 @@ class FileContract(DeviceContract):
         assert np.array_equal(target.memory[:end], source[:end])
 
     def test_a_read_across_the_end_fails(self, device: Device, path: str) -> None:
+        """A057."""
         block = device.block_bytes
         device.write(integers(0), Buffers.whole(filled(8 * block, 1)))
         os.truncate(path, 3 * block)

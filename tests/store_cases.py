@@ -86,6 +86,20 @@ class KV:
         return keys[:, index], values[:, index]
 
 
+class Remembered(KV):
+    """Computes the rows of a token list once: for tests that compare thousands of times."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self._known: dict[tuple[tuple[int, ...], int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def rows(self, tokens: Listing[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        key = (tuple(tokens), layer)
+        if key not in self._known:
+            self._known[key] = super().rows(tokens, layer)
+        return self._known[key]
+
+
 def open_store(
     path: Path,
     geometry: Geometry = PLAIN,
@@ -197,7 +211,7 @@ def check_bytes(store: Store, kv: KV, sequence: Sequence, tokens: Listing[int]) 
 def check_settled(store: Store, path: Path) -> None:
     """What holds when every Sequence was released: no lease, no leaked byte, nothing damaged."""
     assert not store._residency.leases.any()
-    for each in store._committer.committed.values():
+    for each in store._registry.committed.values():
         assert each.references == 0
     store._files.allocator.check()
     stats = store.stats()

@@ -62,6 +62,7 @@ def test_too_large_is_refused_at_once() -> None:
 
 
 def test_timeout_names_the_sizes() -> None:
+    """A023."""
     pool = BufferPool(3 * 4096)
     with pool.lease(8192):
         late = pool.lease(8192, timeout_s=0.05)
@@ -94,6 +95,7 @@ def test_a_lease_waits_for_space() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_threads_never_share_bytes(seed: int) -> None:
+    """A095."""
     pool = BufferPool(64 * 4096)
     wrong: list[int] = []
 

@@ -33,6 +33,7 @@ from kvtier.io.catalog import (
 from kvtier.io.extent import Extent
 
 STORE = "11111111-2222-3333-4444-555555555555"
+RECORD = pack_extents([Extent(1 << 20, 4096)])
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -63,12 +64,13 @@ def segment(fingerprint_id: int, *, seed: int = 0, parent_id: int | None = None)
         generation=3,
         extents=pack_extents([Extent(4096 * (seed + 1), 8192)]),
         created=1.5,
+        used=1.75,
         quarantined=False,
     )
 
 
 def name_row(name: str, fingerprint_id: int, segment_id: int) -> NameRow:
-    return NameRow(name, fingerprint_id, segment_id, 500, 1012, True, 2.5)
+    return NameRow(name, fingerprint_id, segment_id, 500, 1012, RECORD, 1e11, 2.5)
 
 
 def test_everything_comes_back(catalog: Catalog, path: str) -> None:
@@ -121,18 +123,41 @@ def test_used_segments_are_kept(catalog: Catalog) -> None:
     parent = catalog.add_segment(segment(fingerprint))
     child = catalog.add_segment(segment(fingerprint, seed=1, parent_id=parent))
     catalog.set_name(name_row("kept", fingerprint, child))
-    with pytest.raises(KvtierError, match=f"segment {child} as its child"):
-        catalog.delete_segment(parent)
-    with pytest.raises(KvtierError, match="name 'kept'"):
-        catalog.delete_segment(child)
-    assert len(catalog.segments()) == 2
+    for refused in ([parent], [child], [child, parent]):
+        with pytest.raises(KvtierError, match="parent of a segment, or has a name"):
+            catalog.delete_segments(refused)
+        assert len(catalog.segments()) == 2
     catalog.delete_name(fingerprint, "kept")
-    catalog.delete_segment(child)
-    catalog.delete_segment(parent)
+    with pytest.raises(KvtierError, match="no segment 99"):
+        catalog.delete_segments([child, 99])
+    assert len(catalog.segments()) == 2, "all or nothing"
+    catalog.delete_segments([parent, child])
     assert catalog.segments() == []
     assert catalog.add_segment(segment(fingerprint)) > child, "an id was used again"
     with pytest.raises(KvtierError, match=f"no segment {child}"):
-        catalog.delete_segment(child)
+        catalog.delete_segments([child])
+
+
+def test_condemned_extents_are_kept_until_absolved(catalog: Catalog, path: str) -> None:
+    extents = [Extent(8192, 4096), Extent(1 << 40, 8192)]
+    with catalog.transaction():
+        catalog.condemn(extents[1:])
+        catalog.condemn(extents[:1])
+    catalog.close()
+    with Catalog.open(path) as again:
+        assert again.condemned() == extents
+        again.absolve(extents[:1])
+        assert again.condemned() == extents[1:]
+        with pytest.raises(KvtierError, match="UNIQUE"):
+            again.condemn(extents)
+        assert again.condemned() == extents[1:], "all or nothing"
+
+
+def test_times_of_use(catalog: Catalog) -> None:
+    fingerprint = catalog.add_fingerprint(b"f", "f")
+    ids = [catalog.add_segment(segment(fingerprint, seed=i)) for i in range(3)]
+    catalog.set_used({ids[0]: 5.0, ids[2]: 7.5, 99: 1.0})
+    assert [row.used for row in catalog.segments()] == [5.0, 1.75, 7.5]
 
 
 def test_rows_that_refer_to_nothing(catalog: Catalog) -> None:
@@ -284,7 +309,7 @@ def test_create_where_something_is(catalog: Catalog, path: str) -> None:
 def test_a_failed_create_leaves_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkdir(os.path.dirname(path))
     monkeypatch.setattr(catalog_module, "SCHEMA", "CREATE NONSENSE;")
-    with pytest.raises(DeviceError, match="syntax error"):
+    with pytest.raises(FormatError, match="syntax error"):
         Catalog.create(path, STORE)
     assert os.listdir(os.path.dirname(path)) == []
 

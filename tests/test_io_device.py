@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvtier.errors import ConfigError, DeviceError, KvtierError
-from kvtier.io import syscalls, uring
+from kvtier.io import syscalls, uring, uring_flight
 from kvtier.io.buffers import aligned_bytes
 from kvtier.io.device import Buffers, Device
 from kvtier.io.probe import Engine, io_uring_report, open_device
@@ -131,6 +131,7 @@ def round_trip(device: Device, count: int = 40) -> None:
 def test_threads_continue_short_transfers(
     region_file: str, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
+    """A057."""
     calls = 0
 
     def shorten(views: list[memoryview], block: int) -> list[memoryview]:
@@ -168,6 +169,8 @@ def test_threads_retry_and_then_give_up(region_file: str, monkeypatch: pytest.Mo
 def test_threads_hand_a_crash_to_the_caller(
     region_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A041."""
+
     def crash(fd: int, views: list[memoryview], offset: int) -> int:
         raise MemoryError("injected")
 
@@ -185,15 +188,15 @@ def test_threads_hand_a_crash_to_the_caller(
 def test_uring_continues_short_transfers(
     region_file: str, monkeypatch: pytest.MonkeyPatch, registered: bool
 ) -> None:
-    """The ring is handed half of what the device asked for, so every completion is short."""
+    """A057: the ring is handed half of what the device asked for, so every completion is short."""
     pushed = 0
 
-    def push_half(ring: Ring, fd: int, opcodes: Any, where: Any, buffers: Any, data: Any) -> None:
+    def push_half(ring: Ring, fd: int, opcodes: Any, where: Any, *rest: Any) -> None:
         nonlocal pushed
         offsets, addresses, lengths = where
         lengths = np.maximum(lengths // 2 // 512 * 512, 512)
-        pushed += len(data)
-        real_push(ring, fd, opcodes, (offsets, addresses, lengths), buffers, data)
+        pushed += len(offsets)
+        real_push(ring, fd, opcodes, (offsets, addresses, lengths), *rest)
 
     real_push = Ring.push
     monkeypatch.setattr(Ring, "push", push_half)
@@ -214,6 +217,7 @@ def test_uring_continues_short_transfers(
 def test_uring_splits_long_requests_and_arenas(
     region_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A093."""
     monkeypatch.setattr(uring, "TRANSFER_BYTES_MAX", 8192)
     monkeypatch.setattr(uring, "REGISTERED_PIECE_BYTES", 64 * 1024)
     with open_and_close(region_file, "io_uring") as device:
@@ -229,6 +233,7 @@ def test_uring_splits_long_requests_and_arenas(
 def test_uring_retries_eagain_and_then_gives_up(
     region_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A057."""
     real_reap = Ring.reap
     lies = 3
 
@@ -244,7 +249,7 @@ def test_uring_retries_eagain_and_then_gives_up(
     with open_and_close(region_file, "io_uring") as device:
         round_trip(device)
         assert lies == 0
-        monkeypatch.setattr(uring, "RETRY_S", 0)
+        monkeypatch.setattr(uring_flight, "RETRY_S", 0)
         lies = 5000
         with pytest.raises(DeviceError, match="EAGAIN") as caught:
             device.read(integers(0), Buffers.whole(aligned_bytes(device.block_bytes)))
@@ -255,6 +260,7 @@ def test_uring_retries_eagain_and_then_gives_up(
 
 @needs_io_uring
 def test_uring_enter_is_retried(region_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A057."""
     real_enter = syscalls.io_uring_enter
     errors = [errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.EINTR]
 
@@ -278,7 +284,8 @@ def test_uring_enter_is_retried(region_file: str, monkeypatch: pytest.MonkeyPatc
 def test_uring_waits_for_its_requests_when_interrupted(
     region_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After Ctrl-C in the middle of a batch nothing may write into its memory any more."""
+    """After Ctrl-C in the middle of a batch nothing may write into its memory any more.
+    A037, A038."""
     real_reap = Ring.reap
     interrupted = False
 
@@ -304,6 +311,8 @@ def test_uring_waits_for_its_requests_when_interrupted(
 def test_uring_works_unregistered(
     region_file: str, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
+    """A085."""
+
     def refuse(ring: Ring, addresses: list[int], lengths: list[int]) -> None:
         raise OSError(number, os.strerror(number))
 

@@ -40,6 +40,7 @@ def test_lock_and_release(path: str) -> None:
 
 
 def test_another_process_is_named_and_its_death_releases(path: str) -> None:
+    """A075."""
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, path], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )

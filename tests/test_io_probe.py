@@ -73,6 +73,7 @@ def test_io_uring_refused(
     number: int,
     words: tuple[str, ...],
 ) -> None:
+    """A088."""
     refuse(monkeypatch, number)
     with caplog.at_level(logging.WARNING, "kvtier"):
         device = open_device(path)
@@ -98,6 +99,7 @@ def test_the_sysctl_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, va
 
 
 def test_a_real_seccomp_filter(path: str) -> None:
+    """A084."""
     result = subprocess.run(
         [sys.executable, "-c", SECCOMP, path], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -129,6 +131,7 @@ def test_reports_have_words() -> None:
 
 
 def test_gds_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A090."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "not installed" in gds_report().reason
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())

@@ -57,6 +57,7 @@ def test_region_file_without_a_directory(tmp_path: Path) -> None:
 
 
 def test_region_file_larger_than_the_file_system(tmp_path: Path) -> None:
+    """A051."""
     nbytes = 1 << 50
     with pytest.raises(CapacityError) as caught:
         create_region_file(str(tmp_path / "x"), nbytes)
@@ -82,6 +83,8 @@ def test_region_file_fails_half_way(
 
 
 def test_region_file_without_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A060."""
+
     def refuse(fd: int, mode: int, offset: int, length: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
@@ -129,6 +132,7 @@ def test_direct_io_refused(
 
 
 def test_direct_io_off_is_silent(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A062."""
     raw = open_raw(path, writable=False, direct="off")
     assert (raw.direct_io, raw.direct_io_reason) == (
         False,
@@ -176,6 +180,7 @@ def as_nobody() -> Iterator[Path]:
     [(0o600, True, "read and write"), (0o600, False, "read"), (0o644, True, "write")],
 )
 def test_no_permission(as_nobody: Path, mode: int, writable: bool, refused: str) -> None:
+    """A083."""
     path = str(as_nobody / "region")
     os.seteuid(0)
     os.chmod(path, mode)

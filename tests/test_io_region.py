@@ -80,7 +80,7 @@ def test_order_of_writes_and_flushes(path: str) -> None:
     device.log = []
     wiped = [f"0+{DATA_START}", f"{REGION_BYTES - DATA_START}+{DATA_START}"]
     Region.create(device, STORE)
-    assert device.log == [*wiped, "flush", *(f"{offset}+4096" for offset in COPIES), "flush"]
+    assert device.log == [*wiped, *(f"{offset}+4096" for offset in COPIES), "flush"]
     device.log = []
     Region.open(device, STORE)
     assert device.log == []
@@ -253,6 +253,7 @@ def test_create_too_small(tmp_path: Path) -> None:
 
 
 def test_create_refuses_another_store_unless_forced(path: str) -> None:
+    """A082."""
     first = create(path)
     before = Path(path).read_bytes()
     with pytest.raises(ForeignDataError, match=STORE) as caught:
@@ -265,6 +266,7 @@ def test_create_refuses_another_store_unless_forced(path: str) -> None:
 
 
 def test_create_refuses_unknown_data_unless_forced(path: str) -> None:
+    """A082."""
     patch(path, 500_000, b"somebody's data")
     before = Path(path).read_bytes()
     with pytest.raises(ForeignDataError, match="unknown data in the first 1 MiB"):

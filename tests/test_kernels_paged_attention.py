@@ -75,6 +75,7 @@ def test_random_shapes_and_holes_equal_oracle(seed: int) -> None:
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_invalid_slots_do_not_change_one_bit(dtype: torch.dtype, poison: float) -> None:
+    """A104."""
     shape = Shape(2, 7, 64, 64, tokens=2061, queries=2, dtype=dtype)
     clean = make_case(shape, seed=5, poison=0.0).run()
     dirty = make_case(shape, seed=5, poison=poison).run()
@@ -102,6 +103,7 @@ def test_head_without_visible_slots_is_zero_and_the_other_is_exact() -> None:
 
 @pytest.mark.parametrize("pages", [0, 130])
 def test_nothing_visible_at_all_is_zero(pages: int) -> None:
+    """A105."""
     case = make_case(Shape(2, 4, 64, 64, tokens=130 * PAGE_TOKENS), seed=8)
     case.valid.fill_(False)
     got = paged_attention(

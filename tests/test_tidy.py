@@ -22,6 +22,7 @@ LINES_PER_FILE_MAX = 400
 LINES_PER_FUNCTION_MAX = 60
 PARAMETERS_MAX = 6
 PUBLIC_NAMES = {
+    "AsyncStore",
     "Config",
     "Fingerprint",
     "Geometry",
@@ -31,6 +32,7 @@ PUBLIC_NAMES = {
     "Sequence",
     "Store",
     "StoreStats",
+    "content_tokens",
     "open",
 }
 UNSAFE_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}

@@ -148,7 +148,7 @@ def test_random_mutations_of_a_header_never_crash(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_mutations_under_a_valid_checksum_never_crash(seed: int) -> None:
-    """A checksum does not stop a faulty or hostile writer: bounds must hold without it."""
+    """A112: a checksum does not stop a faulty or hostile writer: bounds must hold without it."""
     random = np.random.RandomState(seed)
     expected = identity_of(1)
     outcomes = set()

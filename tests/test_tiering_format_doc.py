@@ -1,5 +1,6 @@
 """docs/format.md is compared with the code: a table that lies is worse than none."""
 
+import inspect
 import re
 import sqlite3
 import struct
@@ -10,10 +11,19 @@ import pytest
 
 from kvtier.io import catalog, catalog_schema, superblock
 from kvtier.io.alignment import GRID_BYTES
-from kvtier.tiering import extent_format, store_files
+from kvtier.tiering import (
+    committer,
+    extent_format,
+    rebuild_finds,
+    record_format,
+    slab_format,
+    slab_limits,
+    store_files,
+)
 from kvtier.tiering.chain import TOKEN_MAX
 from kvtier.tiering.extent_format import DIRECTORY_ENTRY, HEADER, HEADER_BYTES, ExtentIdentity
 from kvtier.tiering.geometry import PAGE_TOKENS, SEGMENT_TOKENS
+from kvtier.tiering.record_format import Record
 from tests import golden_cases
 
 TEXT = (Path(__file__).parent.parent / "docs" / "format.md").read_text(encoding="utf-8")
@@ -59,6 +69,9 @@ def one_by_one(layout: struct.Struct) -> list[int]:
         ("Superblock (4096 bytes)", superblock.SUPERBLOCK_BYTES),
         ("Extent header (256 bytes)", HEADER_BYTES),
         ("Page directory entry (56 bytes)", DIRECTORY_ENTRY.itemsize),
+        ("Slab header (4096 bytes)", slab_format.HEADER.size),
+        ("Slab directory entry (32 bytes)", slab_format.DIRECTORY_ENTRY.itemsize),
+        ("Record header (88 bytes)", record_format.FIELDS.size),
     ],
 )
 def test_tables_have_no_gap_and_diagrams_show_the_same_fields(title: str, size: int) -> None:
@@ -123,6 +136,35 @@ def test_every_compared_field_is_listed() -> None:
     assert set(listed[1].split(", ")) == set(ExtentIdentity.__slots__)
 
 
+def test_record_fields_lie_where_the_table_says() -> None:
+    table = rows("Record header (88 bytes)")
+    assert [name for _, _, name in table] == list(record_format.FIELD_NAMES)
+    assert [size for _, size, _ in table] == one_by_one(record_format.FIELDS)
+    block = Record(b"u" * 16, b"f" * 32, record_format.FINGERPRINT, {"a": 1}).pack()
+    record_format.seal(block, 8 * GRID_BYTES)
+    data = block.tobytes()
+    values = dict(
+        zip(record_format.FIELD_NAMES, record_format.FIELDS.unpack_from(data), strict=True)
+    )
+    for offset, size, name in table:
+        stored = data[offset : offset + size]
+        value = values[name]
+        assert stored == (value if isinstance(value, bytes) else value.to_bytes(size, "little"))
+    assert values["device_offset"] == 8 * GRID_BYTES
+    assert data[88 : 88 + values["body_bytes"]] == b'{"a":1}'
+    covered = data[:80] + bytes(8) + data[88:]
+    assert values["checksum"] == extent_format.checksum(np.frombuffer(covered, np.uint8), 0)
+
+
+def test_the_keys_of_a_record_are_listed() -> None:
+    listed = set(re.findall(r"^\| ([12]) \| `(\w+)` \|", section("Record header (88 bytes)"), re.M))
+    name = {"name", "generation", "end_digest", "limit", "token_count", "created"}
+    assert listed == {("1", each) for each in name} | {("2", "description"), ("2", "geometry")}
+    # The code that writes them has no table of them; the one that reads them refuses less.
+    assert name <= set(inspect.getsource(committer.Committer.save).split('"'))
+    assert name <= set(inspect.getsource(rebuild_finds.NameRecord.read).split('"'))
+
+
 def test_directory_table_is_the_dtype() -> None:
     fields = DIRECTORY_ENTRY.fields
     assert fields is not None
@@ -150,18 +192,49 @@ def test_superblock_fields_lie_where_the_table_says() -> None:
             assert value == getattr(block, name), name
 
 
+def test_slab_fields_lie_where_the_tables_say() -> None:
+    table = rows("Slab header (4096 bytes)")
+    assert [name for _, _, name in table] == list(slab_format.HEADER_FIELDS)
+    assert [size for _, size, _ in table] == one_by_one(slab_format.HEADER)
+    identity = slab_format.SlabIdentity(b"u" * 16, b"f" * 32, 77, 8 * GRID_BYTES, 1 << 20, 123)
+    live = np.arange(9) % 3 == 0
+    header = slab_format.SlabHeader(identity, 9, 500, 1 << 60, 5, live)
+    data = slab_format.pack_header(header).tobytes()
+    values = {name: getattr(identity, name) for name in slab_format.SlabIdentity.__slots__}
+    values |= {
+        "magic": b"KVTIERSL",
+        "version": 1,
+        "entries": 9,
+        "directory_bytes": 500,
+        "directory_checksum": 1 << 60,
+        "sequence": 5,
+        "live": bytes([0b01001001]) + bytes(511),
+        "zero": bytes(3456),
+        "checksum": extent_format.checksum(np.frombuffer(data, np.uint8)[:4088].copy(), 0),
+    }
+    for offset, size, name in table:
+        value = values[name]
+        stored = value if isinstance(value, bytes) else value.to_bytes(size, "little")
+        assert data[offset : offset + size] == stored, name
+    assert set(values) == {name for _, _, name in table}
+    fields = slab_format.DIRECTORY_ENTRY.fields
+    assert fields is not None
+    entry = [(each[1], each[0].itemsize, name) for name, each in fields.items()]
+    assert rows("Slab directory entry (32 bytes)") == entry
+
+
 def test_catalog_tables_are_the_schema() -> None:
     connection = sqlite3.connect(":memory:")
     connection.executescript(catalog_schema.SCHEMA)
+    tables = connection.execute(
+        "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%' "
+        "ORDER BY rowid"
+    ).fetchall()
     actual = []
-    for table in ("meta", "fingerprint", "segment", "name"):
+    for (table,) in tables:
         columns = connection.execute(f"PRAGMA table_info({table})").fetchall()
         actual += [(table, column[1], column[2]) for column in columns]
-    (count,) = connection.execute(
-        "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"
-    ).fetchone()
     connection.close()
-    assert count == 4
     listed = re.findall(r"^\| (\w+) \| (\w+) \| ([A-Z]+) \|", section("Catalog"), re.M)
     assert listed == actual
 
@@ -170,7 +243,7 @@ def test_catalog_tables_are_the_schema() -> None:
     ("stated", "actual"),
     [
         ("format version 1 ", extent_format.FORMAT_VERSION == superblock.FORMAT_VERSION == 1),
-        ("`user_version` is 1.", catalog_schema.CATALOG_VERSION == 1),
+        ("`user_version` is 2.", catalog_schema.CATALOG_VERSION == 2),
         ('0x4B565443 ("KVTC")', int.from_bytes(b"KVTC", "big") == catalog._APPLICATION_ID),
         ("layout_version: 1\n", store_files.LAYOUT_VERSION == 1),
         ("The **grid** is 4096 bytes.", GRID_BYTES == 4096),
@@ -178,7 +251,13 @@ def test_catalog_tables_are_the_schema() -> None:
          superblock.copy_offsets(1 << 30) == (0, 65536, (1 << 30) - 4096)),
         ("| 1048576 |", superblock.DATA_START == 1048576),
         ("1 to 512", SEGMENT_TOKENS == 512),
+        ("of the directory, 1 to 4096", slab_limits.ENTRIES_MAX == 4096),
+        ("of the key, 1 to 1024", slab_limits.KEY_BYTES_MAX == 1024),
+        ("more than 1048576 bytes has a slab", slab_limits.SLAB_BYTES == 1048576),
+        ("the next multiple of 8 bytes", slab_limits.BLOB_ALIGNMENT == 8),
         ("1 to 16", PAGE_TOKENS == 16),
+        ("at most 1048576", record_format.RECORD_BYTES_MAX == 1048576),
+        ("1 to 256 printable characters", record_format.NAME_CHARACTERS_MAX == 256),
         ("1 float32, 2 float16, 3 bfloat16",
          extent_format.DTYPE_CODES == {"float32": 1, "float16": 2, "bfloat16": 3}),
         ("0 to 4294967294", TOKEN_MAX == 4294967294),

@@ -15,10 +15,12 @@ import torch
 
 from kvtier.io.allocator import ExtentAllocator
 from kvtier.io.buffers import BufferPool
-from kvtier.io.device import Buffers, Device, Int64Array
+from kvtier.io.device import Buffers, Device, Int64Array, PendingBatch
+from kvtier.io.extent import Extent
 from kvtier.io.superblock import DATA_START, Superblock
 from kvtier.tiering import extent_format
 from kvtier.tiering.chain import chain_digest
+from kvtier.tiering.drive_space import DriveSpace
 from kvtier.tiering.extent_io import ExtentIO, Owner, Unit, UnitWrite
 from kvtier.tiering.fingerprint import Provenance
 from kvtier.tiering.geometry import PAGE_TOKENS
@@ -190,6 +192,22 @@ class MemoryDevice(Device):
             at = int(offset) - DATA_START
             buffers.memory[start : start + length] = self.bytes[at : at + length]
 
+    def start_read(self, offsets: Int64Array, buffers: Buffers) -> PendingBatch:
+        batch = PendingBatch("read", self.path, offsets, buffers)
+        self.read(offsets, buffers)
+        batch.settle()
+        return batch
+
+    def wait(self, batch: PendingBatch) -> None:
+        batch.result()
+
+    @property
+    def completion_fd(self) -> int:
+        return -1
+
+    def poll(self) -> None:
+        pass
+
     def write(self, offsets: Int64Array, buffers: Buffers) -> None:
         self.check(offsets, buffers)
         for offset, start, length in zip(offsets, buffers.starts, buffers.lengths, strict=True):
@@ -204,6 +222,20 @@ class MemoryDevice(Device):
 
     def close(self) -> None:
         pass
+
+
+class PlainSpace(DriveSpace):
+    """Space without a catalog, in which nothing is ever evicted."""
+
+    def __init__(self, device: Device, allocator: ExtentAllocator) -> None:
+        self.device = device
+        self.allocator = allocator
+
+    def allocate(self, nbytes: int) -> Extent:
+        return self.allocator.allocate(nbytes)
+
+    def write(self, offsets: Int64Array, buffers: Buffers) -> None:
+        self.device.write(offsets, buffers)
 
 
 class FixedOrder(Placement):
@@ -223,8 +255,8 @@ def test_write_path_of_the_store_makes_the_same_images(case: Case) -> None:
     buffers = BufferPool(2 << 20)
     buffers.memory[:] = 0xA5
     owner = Owner(golden_cases.STORE_UUID, golden_cases.FINGERPRINT)
-    allocator = ExtentAllocator(DATA_START, device.capacity_bytes)
-    io = ExtentIO(case.geometry, owner, device, allocator, buffers, FixedOrder(case))
+    space = PlainSpace(device, ExtentAllocator(DATA_START, device.capacity_bytes))
+    io = ExtentIO(case.geometry, owner, device, space, buffers, FixedOrder(case))
     before = Segment(start=0, layers=len(layers), token_count=max(case.start, 1), frozen=True)
     segment = Segment(
         start=case.start,

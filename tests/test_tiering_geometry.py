@@ -75,6 +75,7 @@ def test_impossible_geometries_are_refused() -> None:
 
 
 def test_a_layer_whose_payload_offsets_overflow_32_bits_is_refused() -> None:
+    """A106."""
     # 256 heads * 512 tokens * 8192 elements * 4 bytes is exactly 2**32.
     with pytest.raises(ConfigError, match="4294967296"):
         Geometry((LayerGeometry(256, 8192, 0),), "float32")

@@ -41,7 +41,7 @@ def opened(path: Path, model: Any, hot: int = 8 << 20, engine: Engine = "auto") 
     ],
 )
 def test_generated_saved_and_generated_again(family: str, tokens: int, tmp_path: Path) -> None:
-    """Prompts below, at and above the window of 64; the answer crosses it."""
+    """A017, A103: prompts below, at and above the window of 64; the answer crosses it."""
     ids = prompt(tokens, tokens)
     reference = expected(family, ids, 50)
     with opened(tmp_path, FAMILIES[family]()) as store:
@@ -64,6 +64,7 @@ def test_generated_saved_and_generated_again(family: str, tokens: int, tmp_path:
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "gemma2"])
 def test_a_left_padded_batch_equals_its_rows_alone(family: str, tmp_path: Path) -> None:
+    """A102."""
     rows = [prompt(1, 90), prompt(2, 37), prompt(3, 71)]
     ids, mask = padded(rows)
     model = FAMILIES[family]()
@@ -148,7 +149,7 @@ def check_engine(engine: Engine, path: str, region: str) -> None:
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_models(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """The first tokens are those of a DynamicCache; restored KV is equal bit by bit."""
+    """A107: the first tokens are those of a DynamicCache; restored KV is equal bit by bit."""
     ids = prompt(7, 130)
     other: Any = FAMILIES[family]()
     other.to(dtype)

@@ -112,6 +112,7 @@ def gemma4() -> PreTrainedModel:
     ],
 )
 def test_models_that_are_refused(make: Any, message: str, tmp_path: Path) -> None:
+    """A103."""
     model = make().eval()
     before = model.config._attn_implementation
     for _ in range(2):

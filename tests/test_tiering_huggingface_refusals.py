@@ -70,7 +70,7 @@ FORWARD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 def test_forward_passes_that_do_not_fit(
     name: str, change: dict[str, Any], error: type[Exception], message: str, model: Any, store: Any
 ) -> None:
-    """Each is refused; taken back where it had begun, the cache is as before."""
+    """A108: each is refused; taken back where it had begun, the cache is as before."""
     fits = {"input_ids": ROWS, "attention_mask": MASK, "position_ids": positions(MASK)}
     cache = TieredCache(store, ROWS, MASK)
     with torch.no_grad():
@@ -213,6 +213,7 @@ def scaled_rope(model: Any) -> Any:
     ids=["weight", "data", "rope", "dtype"],
 )
 def test_a_changed_model_restores_nothing(change: Callable[[Any], Any], tmp_path: Path) -> None:
+    """A005, A006."""
     model = qwen2()
     restored = []
 

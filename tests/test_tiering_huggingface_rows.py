@@ -33,6 +33,7 @@ def opened(path: Path, model: Any) -> kvtier.Store:
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_three_beams_with_and_without_a_restored_prefix(family: str, tmp_path: Path) -> None:
+    """A101."""
     ids = prompt(1, 90)
     options = {"num_beams": 3}
     reference = expected(family, ids, 70, options)
@@ -126,6 +127,7 @@ def continued(model: Any, cache: Any, rows: int) -> list[list[int]]:
 def test_rows_are_rearranged_like_those_of_a_dynamic_cache(
     family: str, change: str, argument: Any, rows: int, tmp_path: Path
 ) -> None:
+    """A101."""
     other = plain(family)
     reference: Any = DynamicCache(config=other.config)
     reference.activate_past_recording()

@@ -101,7 +101,7 @@ def test_a_child_cut_from_its_parent_is_not_a_beginning(path: Path) -> None:
 def test_the_same_tokens_twice_is_a_finding(path: Path) -> None:
     columns = (
         "fingerprint_id, provenance, start_digest, end_digest, start_position, token_count, "
-        "tokens, parent_id, parent_limit, generation, extents, created, quarantined"
+        "tokens, parent_id, parent_limit, generation, extents, created, used, quarantined"
     )
     change(path, f"INSERT INTO segment ({columns}) SELECT {columns} FROM segment WHERE id = 1")
     assert not verify(path).ok

@@ -15,6 +15,7 @@ import torch
 
 from kvtier.errors import FormatError
 from kvtier.io.lock import StoreLock
+from kvtier.tiering import store_files
 from kvtier.tiering.config import Config
 from kvtier.tiering.verifier import verify
 from tests.store_cases import (
@@ -56,6 +57,7 @@ def run_and_kill(directory: Path, seed: int, after_s: float) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, seed: int) -> None:
+    """A063."""
     kv = KV(PLAIN)
     after_s = random.Random(seed).uniform(0.02, 0.35)
     open_store(tmp_path, PLAIN, Config("64MiB", hot=MIB)).close()
@@ -83,10 +85,19 @@ def test_the_crash_test_acknowledges_something(tmp_path: Path) -> None:
     assert len(run_and_kill(tmp_path, 1, 0.6)) >= 3
 
 
-def test_a_store_killed_while_it_was_made_is_made_again(tmp_path: Path) -> None:
+def test_a_store_killed_while_it_was_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Settings are written last: without them the rest is a leftover, and not foreign data."""
-    open_store(tmp_path, PLAIN).close()
-    (tmp_path / "store.yaml").unlink()
+
+    def cut(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store_files, "write_settings", cut)
+        with pytest.raises(KeyboardInterrupt):
+            open_store(tmp_path, PLAIN)
+    assert not (tmp_path / "store.yaml").exists()
     with open_store(tmp_path, PLAIN) as store:
         assert store.names() == []
         check_settled(store, tmp_path)

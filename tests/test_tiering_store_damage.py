@@ -167,6 +167,7 @@ def test_verify_finds_it(stored: Stored, damage: Damage, kinds: set[str]) -> Non
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=IDS)
 def test_resume_is_shorter_and_neighbours_are_whole(stored: Stored, damage: Damage) -> None:
+    """A064."""
     damage(stored)
     for _ in range(2):  # The second time it must be known from the catalog.
         with open_store(stored.path) as store:
@@ -303,7 +304,7 @@ def test_damage_in_the_middle_of_a_store_leaves_it_settled(stored: Stored) -> No
         store.release(store.resume(B))
         assert store.stats().device_bytes == describe(stored.path).used_bytes
         assert not store._residency.leases.any()
-        assert all(each.references == 0 for each in store._committer.committed.values())
+        assert all(each.references == 0 for each in store._registry.committed.values())
 
 
 @pytest.mark.parametrize("offset", [0, 64 * 1024], ids=["first copy", "second copy"])

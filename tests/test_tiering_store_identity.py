@@ -6,6 +6,7 @@ import pytest
 
 import kvtier
 from kvtier.errors import ConfigError
+from kvtier.io.device import Buffers, Int64Array
 from kvtier.tiering import chain, chain_hash, committer
 from kvtier.tiering.config import Config
 from kvtier.tiering.fingerprint import Fingerprint, Provenance
@@ -27,6 +28,27 @@ from tests.store_cases import (
     some_tokens,
 )
 
+RECORD = 4096
+"""Bytes on the region of a name's record."""
+
+
+def count_writes(store: Store) -> list[int]:
+    """Sizes of all writes and flushes (0) from now on."""
+    device = store._files.region.device
+    noted: list[int] = []
+    write, flush = device.write, device.flush
+
+    def noting(offsets: Int64Array, buffers: Buffers) -> None:
+        noted.append(int(buffers.lengths.sum()))
+        write(offsets, buffers)
+
+    def noting_flush() -> None:
+        noted.append(0)
+        flush()
+
+    device.write, device.flush = noting, noting_flush  # type: ignore[method-assign]
+    return noted
+
 
 def of_namespace(path: Path, namespace: str, region: str | None = None) -> Store:
     return kvtier.open(
@@ -43,14 +65,14 @@ def test_the_same_tokens_again_take_no_room(tmp_path: Path, pieces: int) -> None
         used, segments = store.stats().device_bytes, store.stats().segments
         for turn in range(4):
             put(store, kv, f"n{turn}", tokens, pieces=pieces)
-            assert store.stats().device_bytes == used
+            assert store.stats().device_bytes == used + (turn + 1) * RECORD
             assert store.stats().segments == segments
         assert len(store.names()) == 5
         check_settled(store, tmp_path)
 
 
 def test_a_resumed_sequence_that_is_saved_again_writes_nothing(tmp_path: Path) -> None:
-    """A116, for a caller that asks first."""
+    """A116, for a caller that asks first: a new name is a record, the same one nothing."""
     kv, tokens = KV(PLAIN), some_tokens(1300, 1)
     with open_store(tmp_path) as store:
         put(store, kv, "first", tokens)
@@ -59,7 +81,15 @@ def test_a_resumed_sequence_that_is_saved_again_writes_nothing(tmp_path: Path) -
             sequence = store.resume(tokens)
             store.save(sequence, f"n{turn}", tokens)
             store.release(sequence)
-        assert (store.stats().bytes_written, store.stats().device_bytes) == (written, used)
+        assert store.stats().bytes_written == written
+        assert store.stats().device_bytes == used + 5 * RECORD
+        device_writes = count_writes(store)
+        for turn in range(5):
+            sequence = store.resume(tokens)
+            store.save(sequence, f"n{turn}", tokens)
+            store.release(sequence)
+        assert device_writes == []
+        assert store.stats().device_bytes == used + 5 * RECORD
 
 
 def test_equal_digests_do_not_make_tokens_equal(
@@ -96,6 +126,52 @@ def test_namespaces_never_share(tmp_path: Path) -> None:
             assert store.names() == []
         with of_namespace(tmp_path, "a") as store:
             check_bytes(store, kv, store.resume(tokens), tokens)
+
+
+def test_salts_never_share_and_are_not_kept(tmp_path: Path) -> None:
+    """A004: equal namespaces with different secrets are different tenants."""
+    kv, tokens = KV(PLAIN), some_tokens(600, 1)
+
+    def of_salt(namespace: str, salt: str | bytes) -> Store:
+        region = None if (tmp_path / "store.yaml").exists() else "16MiB"
+        return kvtier.open(
+            tmp_path, geometry=PLAIN, fingerprint="m", namespace=namespace, salt=salt,
+            region=region, hot=MIB,
+        )  # fmt: skip
+
+    with of_salt("a", "our secret") as store:
+        put(store, kv, "n", tokens)
+    for namespace, salt in (
+        ("a", ""),
+        ("a", "another"),
+        ("", "our secret"),
+        ("a", b"our secret\0"),
+    ):
+        with of_salt(namespace, salt) as store:
+            assert (store.lookup(tokens), store.names()) == (0, [])
+    with of_salt("a", b"our secret") as store:
+        check_bytes(store, kv, store.resume(tokens), tokens)
+    for each in tmp_path.iterdir():
+        assert b"our secret" not in each.read_bytes(), each
+    with pytest.raises(ConfigError, match="a salt text or bytes"):
+        of_salt("a", 7)  # type: ignore[arg-type]
+
+
+def test_equal_placeholders_of_two_images_are_not_equal_kv(tmp_path: Path) -> None:
+    """Two images in one prompt: the text before them is shared, nothing behind it is."""
+    kv = KV(PLAIN)
+    text, question = some_tokens(100, 1), some_tokens(30, 2)
+
+    def seen(image: bytes) -> list[int]:
+        return [*text, *kvtier.content_tokens(image, 64).tolist(), *question]
+
+    with open_store(tmp_path) as store:
+        put(store, kv, "first", seen(b"first image"))
+        assert store.lookup(seen(b"first image")) == 194
+        assert store.lookup(seen(b"second image")) == 100
+    assert kvtier.content_tokens(b"x", 4).tolist() == kvtier.content_tokens(b"x", 64)[:4].tolist()
+    with pytest.raises(ConfigError, match="at least 4"):
+        kvtier.content_tokens(b"x", 3)
 
 
 def test_other_weights_find_nothing_and_lose_nothing(tmp_path: Path) -> None:
@@ -217,7 +293,7 @@ def test_a_prefix_that_was_saved_as_part_of_more_is_not_stored_again(tmp_path: P
         put(store, kv, "whole", tokens)
         used = store.stats().device_bytes
         put(store, kv, "part", tokens[:700])
-        assert store.stats().device_bytes == used
+        assert store.stats().device_bytes == used + RECORD
         sequence = store.resume(tokens[:700])
         check_bytes(store, kv, sequence, tokens[:700])
 

@@ -102,7 +102,7 @@ def test_tensors_with_any_strides_or_a_gradient_are_taken(store: Store) -> None:
 
 
 def test_the_store_keeps_a_copy(store: Store) -> None:
-    """What the caller does to its tensors afterwards is its own affair."""
+    """A036: what the caller does to its tensors afterwards is its own affair."""
     sequence = store.sequence()
     long = some_tokens(600, 2)
     for layer in range(2):

@@ -14,6 +14,7 @@ from tests.store_cases import KV, PLAIN, check_bytes, extend, open_store, put, s
 def test_an_interrupt_in_the_middle_of_a_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A033."""
     kv, tokens = KV(PLAIN), some_tokens(600, 1)
     with open_store(tmp_path, PLAIN, Config("32MiB")) as store:
         put(store, kv, "before", tokens)

@@ -39,6 +39,7 @@ WORKER = store_worker.__file__
 def test_a_prompt_four_times_hot_stays_inside_the_limit_and_the_process_too(
     tmp_path: Path,
 ) -> None:
+    """A095."""
     command = [sys.executable, WORKER, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     grown, allowed, hot = map(int, result.stdout.split())
@@ -162,6 +163,7 @@ def test_a_full_region_is_an_error_with_sizes_and_the_store_goes_on(tmp_path: Pa
     first, second = some_tokens(3000, 1), some_tokens(30_000, 2)
     with open_store(tmp_path, PLAIN, Config("4MiB", hot=MIB), Shuffled(4)) as store:
         put(store, kv, "first", first)
+        store.hold("first")
         used = store.stats().device_bytes
         sequence = store.sequence()
         with pytest.raises(CapacityError, match=r"full: \d+ bytes needed, \d+ bytes free") as found:
@@ -208,6 +210,7 @@ def test_frames_are_all_free_again_after_the_last_release(tmp_path: Path) -> Non
     """Nothing of what was never saved stays, in memory or on the device."""
     kv = KV(PLAIN)
     with open_store(tmp_path) as store:
+        used = store.stats().device_bytes
         for seed in range(3):
             sequence = store.sequence()
             extend(store, kv, sequence, some_tokens(1100, seed), pieces=200)
@@ -218,7 +221,7 @@ def test_frames_are_all_free_again_after_the_last_release(tmp_path: Path) -> Non
             store.release(twin)
             store.release(twin)
         stats = store.stats()
-        assert (stats.hot_bytes, stats.device_bytes, stats.segments) == (0, 0, 0)
+        assert (stats.hot_bytes, stats.device_bytes, stats.segments) == (0, used, 0)
         assert not np.any(store._residency.on_nvme)
         check_settled(store, tmp_path)
 

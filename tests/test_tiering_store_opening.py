@@ -136,6 +136,7 @@ def test_another_size_or_region_than_the_store_has(stored: Path, tmp_path: Path)
 
 
 def test_the_region_of_another_store(stored: Path, tmp_path: Path) -> None:
+    """A008."""
     other = tmp_path / "other"
     open_store(other, PLAIN, Config("4MiB", hot=MIB)).close()
     uuids = read_settings(stored).store_uuid, read_settings(other).store_uuid
@@ -294,6 +295,7 @@ def test_an_error_while_opening_leaves_nothing_open(stored: Path) -> None:
 def test_a_round_trip_on_a_block_device(
     tmp_path: Path, loop_device: LoopMaker, block_bytes: int, engine: str
 ) -> None:
+    """A058."""
     device = loop_device(16 * MIB, block_bytes)
     path = tmp_path / "store"
     config = Config(device, hot=MIB, engine="io_uring" if engine == "io_uring" else "threads")

@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from kvtier.errors import DeviceError
+from kvtier.io.alignment import GRID_BYTES
 from kvtier.io.simulated import SimulatedDevice
 from kvtier.io.simulated_faults import BadRange, Faults
 from kvtier.io.simulated_log import SimulatedCounts
 from kvtier.io.superblock import DATA_START
 from kvtier.tiering import opening
+from kvtier.tiering.config import Config
 from kvtier.tiering.geometry import Geometry
 from kvtier.tiering.store import Store
 from tests.store_cases import (
@@ -27,6 +29,7 @@ from tests.store_cases import (
     PLAIN,
     check_bytes,
     check_everywhere,
+    extend,
     open_store,
     put,
     some_tokens,
@@ -163,6 +166,35 @@ def test_power_cut_before_the_flush(tmp_path: Path, bench: Bench, torn_bytes: in
                 assert resumed(reopened, B) == len(B)
 
 
+@pytest.mark.parametrize("hot", [200_000, 4_000_000])
+def test_a_flush_that_failed_loses_nothing_that_is_saved_later(
+    tmp_path: Path, bench: Bench, hot: int
+) -> None:
+    """A065: the drive dropped what it held; a later flush that succeeds says nothing of that."""
+    store = open_store(tmp_path / "s", PLAIN, Config("3MiB", hot=hot))
+    (device,) = bench.devices
+    sequence = store.sequence()
+    extend(store, OF_M, sequence, B[:1060])
+    twin = store.fork(sequence)
+    device.set_faults(Faults(volatile_cache=True, failing_flushes=(device.counts.flushes + 1,)))
+    with pytest.raises(DeviceError, match="durable"):
+        put(store, OF_M, "a", A)
+    assert store.names() == []
+    store.name_tokens(sequence, B)
+    extend(store, OF_M, sequence, B)
+    store.save(sequence, "b", B)
+    store.save(twin, "twin", B[:1060])
+    put(store, OF_M, "a", A)
+    check_bytes(store, OF_M, sequence, B)
+    image = device.image("none")
+    store.close()
+    with bench.reopened(tmp_path / "s", tmp_path / "copy", image) as reopened:
+        assert resumed(reopened, B) == len(B)
+        assert resumed(reopened, A) == len(A)
+        assert len(reopened.names()) == 3
+        assert reopened.stats().damaged_extents == 0
+
+
 def test_a_drive_that_lies_about_flushes(tmp_path: Path, bench: Bench) -> None:
     """The catalog names what a power cut took away or tore: a miss or exact, never other bytes."""
     store = open_store(tmp_path / "s")
@@ -238,7 +270,7 @@ def test_what_cannot_be_read_is_a_miss(tmp_path: Path, bench: Bench, number: int
         put(store, OF_M, "a", A)
         put(store, OF_M, "b", B)
     image = bench.devices[0].live()
-    bench.faults = Faults(bad_ranges=(BadRange(DATA_START, 1, number),))
+    bench.faults = Faults(bad_ranges=(BadRange(DATA_START + GRID_BYTES, 1, number),))
     with bench.reopened(tmp_path / "s", tmp_path / "copy", image) as reopened:
         assert resumed(reopened, A) == 0
         assert resumed(reopened, B) == len(B)

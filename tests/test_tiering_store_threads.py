@@ -73,6 +73,7 @@ def test_eight_threads_each_get_their_own(tmp_path: Path, engine: Engine) -> Non
 
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> None:
+    """A077."""
     kv, tokens = KV(PLAIN), some_tokens(600, 1)
     with open_store(tmp_path) as store:
         sequence = store.sequence()
@@ -144,6 +145,8 @@ def test_a_child_may_open_the_store_when_the_parent_closed_it(tmp_path: Path) ->
 
 
 def test_a_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
+    """A075."""
+
     def use() -> None:
         with pytest.raises(LockedError, match=rf"process {os.getppid()} on host"):
             open_store(tmp_path)
@@ -214,3 +217,18 @@ def test_a_sequence_of_another_store_is_refused(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="another store"):
                 call()
         check_everywhere(first, kv, sequence, tokens)
+
+
+def test_one_scrub_at_a_time_and_close_ends_it(tmp_path: Path) -> None:
+    kv, tokens = KV(PLAIN), some_tokens(1500, 1)
+    store = open_store(tmp_path)
+    put(store, kv, "n", tokens)
+    assert store.scrub("1TiB").wait(DEADLOCK_S)
+    slow = store.scrub("1KiB")
+    with pytest.raises(ConfigError, match="is running"):
+        store.scrub()
+    check_bytes(store, kv, store.resume(tokens), tokens)
+    store.close()
+    assert slow.wait(0), "its thread is still there"
+    with pytest.raises(ClosedError):
+        store.scrub()

@@ -59,13 +59,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_help_lists_commands_and_exit_codes() -> None:
     out = kvtier_command("--help").stdout
-    for words in ("demo", "doctor", "ls", "verify", "Exit codes"):
+    for words in ("demo", "doctor", "ls", "scrub", "verify", "Exit codes"):
         assert words in out
-    for name in ("demo", "doctor", "ls", "verify"):
+    for name in ("demo", "doctor", "ls", "scrub", "verify"):
         assert "Exit codes" in kvtier_command(name, "--help").stdout
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "doctor"])
+@pytest.mark.parametrize("command", ["ls", "scrub", "verify", "doctor"])
 def test_no_store_is_a_message_and_exit_code_2(command: str, tmp_path: Path) -> None:
     done = kvtier_command(command, str(tmp_path / "absent"), code=2)
     assert done.stdout == ""
@@ -161,7 +161,8 @@ def test_findings_name_their_place_once(seed: int, tmp_path: Path) -> None:
     store = make_store(tmp_path / "store")
     random = np.random.default_rng(seed)
     with (store / "region.kv").open("r+b") as file:
-        for offset in [0, *random.integers(0, 300_000, 12).tolist()]:
+        # The record of the fingerprint comes first, then the first header.
+        for offset in [0, 4096, *random.integers(0, 300_000, 12).tolist()]:
             file.seek((1 << 20) + offset)
             file.write(random.bytes(64))
     findings = as_json("verify", str(store), code=1)["findings"]

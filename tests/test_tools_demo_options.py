@@ -221,7 +221,9 @@ def test_typed_keeps_errno_and_what_is_typed_already() -> None:
 def test_interrupt_is_one_word_and_no_worker_stays(to_the_group: bool) -> None:
     """As from the keyboard, to all processes of the group, and as from kill -INT, to one."""
     code = (
-        "import sys\n"
+        "import signal, sys\n"
+        # A shell starts what runs in the background with this signal ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from kvtier.tools import demo_workers\n"
         "from kvtier.tools.cli import main\n"
         "sys.executable = sys.argv.pop(1)\n"

@@ -5,6 +5,8 @@ at other places renames nobody. A digest names; it never decides: tokens themsel
 on every hit (`prefix_index.py`).
 """
 
+import hashlib
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,9 +15,10 @@ from kvtier.tiering.chain_hash import ChainHash
 
 Tokens = npt.NDArray[np.uint32]
 
-CHAIN_BYTES = 16
 TOKEN_MAX = 2**32 - 2
 """Largest token id: ids are kept as uint32."""
+CONTENT_TOKENS_MIN = 4
+"""124 bits of digest."""
 
 
 def as_tokens(tokens: object) -> Tokens:
@@ -40,6 +43,24 @@ def as_tokens(tokens: object) -> Tokens:
             f"token ids must lie in 0..{TOKEN_MAX}: got {int(array.min())} to {int(array.max())}"
         )
     return array.astype("<u4")
+
+
+def content_tokens(content: bytes, count: int) -> Tokens:
+    """uint32 [count]: ids that stand for input that is not text, such as an image.
+
+    An engine puts them where its prompt has placeholders, so that equal placeholders of different
+    content are different tokens to the store, and the text before them is still shared. They lie
+    above every vocabulary (2**31 and more). Raises ConfigError below CONTENT_TOKENS_MIN: fewer
+    ids could be the same for two contents by chance.
+    """
+    if count < CONTENT_TOKENS_MIN:
+        raise ConfigError(
+            f"content needs at least {CONTENT_TOKENS_MIN} token ids to be told apart: got {count}"
+        )
+    stream = hashlib.shake_128(content).digest(4 * count)
+    ids = np.frombuffer(stream, "<u4") & np.uint32(0x7FFFFFFF) | np.uint32(0x80000000)
+    found: Tokens = np.minimum(ids, np.uint32(TOKEN_MAX))
+    return found
 
 
 def chain_digest(tokens: Tokens) -> bytes:

@@ -1,90 +1,108 @@
-"""Makes Segments durable and findable, and finds them again.
+"""Makes Segments and names durable, and findable.
 
 Invariants, in the order of a commit:
-- payloads, then headers, are written; the device is flushed; only then does the catalog name the
-  Segments, in one fully synchronous transaction; only then can they be found.
+- payloads are written; the catalog notes, in a transaction of its own, that headers and records
+  will follow; these are written; the device is flushed; only then does the catalog name the
+  Segments, in a second transaction (Ledger); only then can they be found.
 - A Segment whose tokens are stored already, below the same position, is not stored twice.
 """
 
-import logging
+import errno
 import time
 
 import numpy as np
 
-from kvtier.errors import ConfigError
-from kvtier.io.catalog import Catalog, NameRow, SegmentRow, pack_extents
-from kvtier.tiering.catalog_rows import RowChecker, extents_of
+from kvtier.errors import ConfigError, DeviceError, KvtierError
+from kvtier.io.catalog import NameRow, SegmentRow, pack_extents
+from kvtier.tiering import record_format
 from kvtier.tiering.chain import Tokens, chain_digest
+from kvtier.tiering.drive_space import DriveSpace
 from kvtier.tiering.extent_io import ExtentIO
-from kvtier.tiering.fingerprint import Provenance
-from kvtier.tiering.prefix_index import PrefixIndex
-from kvtier.tiering.residency import Residency
-from kvtier.tiering.segment import NO_SLOT, Segment, SegmentView
+from kvtier.tiering.fingerprint import Fingerprint
+from kvtier.tiering.geometry import Geometry
+from kvtier.tiering.ledger import Change, Ledger, NewName, NewSegment
+from kvtier.tiering.opening import OpenFiles
+from kvtier.tiering.registry import Registry
+from kvtier.tiering.segment import Segment, SegmentView
 from kvtier.tiering.sequence import Sequence
-
-_log = logging.getLogger("kvtier")
 
 
 class Committer:
-    """The catalog, the prefix index and the life of Segments. Callers hold the store's lock."""
+    """Callers hold the store's lock."""
 
     def __init__(
-        self, catalog: Catalog, fingerprint_id: int, residency: Residency, extents: ExtentIO
+        self,
+        registry: Registry,
+        ledger: Ledger,
+        space: DriveSpace,
+        extents: ExtentIO,
+        fingerprint_id: int,
     ) -> None:
-        self.catalog = catalog
-        self.fingerprint_id = fingerprint_id
-        self.residency = residency
+        self.registry = registry
+        self.ledger = ledger
+        self.space = space
         self.extents = extents
-        self.indexes: dict[Provenance, PrefixIndex] = {}
-        self.committed: dict[int, Segment] = {}
-        self._failed: list[Segment] = []
-        """Segments that the device could not read since the store was opened."""
-
-    def index(self, provenance: Provenance) -> PrefixIndex:
-        return self.indexes.setdefault(provenance, PrefixIndex())
-
-    # ---- from the catalog -------------------------------------------------------------------
-
-    def load(self) -> None:
-        """Make every Segment of this fingerprint that the catalog names findable.
-
-        A row that cannot be true is left out, with what hangs below it, and a warning says so.
-        """
-        layers = len(self.extents.geometry.layers)
-        checker = RowChecker(layers)
-        for row in self.catalog.segments(self.fingerprint_id):
-            problem = checker.problem(row)
-            if problem is not None:
-                _log.warning("%s: segment %s is not used: %s", self.catalog.path, row.id, problem)
-                continue
-            self._load_row(row, layers)
-
-    def _load_row(self, row: SegmentRow, layers: int) -> None:
-        parent = None if row.parent_id is None else self.committed[row.parent_id]
-        segment = Segment(
-            start=row.start_position,
-            layers=layers,
-            provenance=Provenance.parse(row.provenance),
-            parent=None if parent is None else SegmentView(parent, row.parent_limit),
-            token_count=row.token_count,
-            frozen=True,
-            filled=[row.token_count] * layers,
-            extents=list(extents_of(row)),
-            generation=row.generation,
-            tokens=np.frombuffer(row.tokens, "<u4"),
-            start_digest=row.start_digest,
-            end_digest=row.end_digest,
-            catalog_id=row.id,
-            quarantined=row.quarantined,
-        )
-        self.committed[row.id] = segment
-        if not segment.quarantined:
-            self.index(segment.provenance).add(segment)
+        self.fingerprint_id = fingerprint_id
 
     # ---- commit -----------------------------------------------------------------------------
 
     def commit(self, sequence: Sequence) -> None:
         """Commit every Segment of the views that is written and whose tokens are named."""
+        self._apply(self._fresh(sequence), [])
+
+    def save(self, sequence: Sequence, name: str, token_count: int, held_until: float) -> None:
+        """Commit a Sequence that is written, together with a name for it: one durable change.
+
+        held_until: unix seconds; 0: not held. Raises CapacityError, DeviceError.
+        """
+        fresh = self._fresh(sequence)
+        view = sequence.views[-1]
+        assert view.end == token_count
+        segment = view.segment
+        key = (self.fingerprint_id, name)
+        old = self.ledger.inventory.names.get(key)
+        if old is not None and (old.segment_id, old.limit) == (segment.catalog_id, view.limit):
+            # Nothing but the hold can differ, and that is not on the region.
+            if old.held_until != held_until:
+                self.ledger.set_hold(key, held_until)
+            return
+        now = max(time.time(), 0.0)
+        body = {
+            "name": name,
+            "generation": segment.generation,
+            "end_digest": segment.end_digest.hex(),
+            "limit": view.limit,
+            "token_count": token_count,
+            "created": now,
+        }
+        row = NameRow(
+            name, self.fingerprint_id, segment.catalog_id or 0, view.limit, token_count, b"",
+            held_until, now,
+        )  # fmt: skip
+        record = self.space.allocate(record_format.bytes_of(body))
+        try:
+            # Only now: making room, for the record or before, flushes too.
+            self._require_kept(sequence)
+            place = None if segment.catalog_id is not None else fresh.index(segment)
+            self._apply(fresh, [NewName(row, body, record, place)])
+        except KvtierError:
+            # Nothing of it was done. After an interrupt nobody knows that, and nothing is freed:
+            # what was committed must not be erased.
+            self.space.free([record])
+            raise
+        self.ledger.touch([each.segment.catalog_id or 0 for each in sequence.views])
+
+    def _require_kept(self, sequence: Sequence) -> None:
+        """Raises DeviceError where a flush failed since a Segment was written."""
+        if any(self.extents.may_be_lost(view.segment) for view in sequence.views):
+            raise DeviceError(
+                f"{self.extents.device.path}: a flush failed while this was saved, and what was "
+                "written may be lost: save it again",
+                errno.EIO,
+            )
+
+    def _fresh(self, sequence: Sequence) -> list[Segment]:
+        """Segments of the views that can be committed now, given their names."""
         fresh: list[Segment] = []
         for place, view in enumerate(sequence.views):
             segment = view.segment
@@ -94,14 +112,16 @@ class Committer:
             end = segment.start + segment.token_count
             if len(sequence.tokens) < end or not segment.written:
                 break
+            if self.extents.may_be_lost(segment):
+                break
             self._name(sequence, place)
-            known = self.index(segment.provenance).find(segment.parent, segment.named_tokens)
+            index = self.registry.index(segment.provenance)
+            known = index.find(segment.parent, segment.named_tokens)
             if known is not None:
                 self._replace(sequence, place, known)
             else:
                 fresh.append(segment)
-        if fresh:
-            self._commit(fresh)
+        return fresh
 
     def _name(self, sequence: Sequence, place: int) -> None:
         """Give a Segment its tokens, digests and parent."""
@@ -118,40 +138,48 @@ class Committer:
     def _replace(self, sequence: Sequence, place: int, known: Segment) -> None:
         """Use a stored Segment of the same tokens instead of this Sequence's own."""
         own = sequence.views[place].segment
-        self.acquire(known)
+        self.registry.acquire(known)
         sequence.views[place] = SegmentView(known, sequence.views[place].limit)
-        self.release(own)
+        self.registry.release(own)
 
-    def _commit(self, segments: list[Segment]) -> None:
+    def _apply(self, segments: list[Segment], names: list[NewName]) -> None:
+        if not segments and not names:
+            return
+        headed = [each for segment in segments for each in segment.extents if each is not None]
+        self.ledger.announce([*headed, *(name.record for name in names)])
         self.extents.write_headers(segments)
-        self.extents.device.flush()
-        ids: list[int] = []
-        with self.catalog.transaction():
-            for segment in segments:
-                parent = segment.parent
-                parent_id = None
-                if parent is not None:
-                    parent_id = parent.segment.catalog_id
-                    if parent_id is None:
-                        parent_id = ids[segments.index(parent.segment)]
-                ids.append(self.catalog.add_segment(self._row(segment, parent_id)))
-            for failed in self._replaced_by(segments):
-                assert failed.catalog_id is not None
-                self.catalog.set_quarantined(failed.catalog_id, True)
+        new = [self._new(segment, segments) for segment in segments]
+        failed = [each.catalog_id for each in self._replaced_by(segments)]
+        change = Change(segments=new, names=names, quarantined=[each for each in failed if each])
+        try:
+            ids = self.ledger.apply(change)
+        except DeviceError as error:
+            # A thinly provisioned device without space for the record: see DriveSpace.write.
+            nbytes = sum(name.record.length for name in names)
+            if error.errno != errno.ENOSPC or not self.space.evict(nbytes, discard=True):
+                raise
+            ids = self.ledger.apply(change)
         for segment, catalog_id in zip(segments, ids, strict=True):
-            segment.catalog_id = catalog_id
-            self.committed[catalog_id] = segment
-            self.index(segment.provenance).add(segment)
+            self.registry.add(segment, catalog_id)
+
+    def _new(self, segment: Segment, segments: list[Segment]) -> NewSegment:
+        parent = None if segment.parent is None else segment.parent.segment
+        if parent is None or parent.catalog_id is not None:
+            return NewSegment(self._row(segment, None if parent is None else parent.catalog_id))
+        return NewSegment(self._row(segment, None), segments.index(parent))
 
     def _replaced_by(self, segments: list[Segment]) -> list[Segment]:
         """Segments that the device could not read and whose tokens are stored anew now: found
         again beside their replacement, they would be two of the same."""
         places = [(each.parent, each.named_tokens.tobytes()) for each in segments]
         return [
-            each for each in self._failed if (each.parent, each.named_tokens.tobytes()) in places
+            each
+            for each in self.registry.failed
+            if (each.parent, each.named_tokens.tobytes()) in places
         ]
 
     def _row(self, segment: Segment, parent_id: int | None) -> SegmentRow:
+        now = max(time.time(), 0.0)
         return SegmentRow(
             id=0,
             fingerprint_id=self.fingerprint_id,
@@ -165,61 +193,32 @@ class Committer:
             parent_limit=segment.parent.limit if segment.parent else 0,
             generation=segment.generation,
             extents=pack_extents([each for each in segment.extents if each is not None]),
-            created=time.time(),
+            created=now,
+            used=now,
             quarantined=False,
         )
 
-    def set_name(self, name: str, sequence: Sequence, token_count: int) -> None:
-        """Let a name stand for a Sequence whose Segments are all committed."""
-        view = sequence.views[-1]
-        assert view.segment.catalog_id is not None
-        assert view.end == token_count
-        row = NameRow(
-            name, self.fingerprint_id, view.segment.catalog_id, view.limit, token_count,
-            True, time.time(),
-        )  # fmt: skip
-        self.catalog.set_name(row)
 
-    # ---- use --------------------------------------------------------------------------------
+def add_fingerprint(
+    files: OpenFiles, space: DriveSpace, fingerprint: Fingerprint, geometry: Geometry
+) -> int:
+    """Id of the model's fingerprint in the catalog, where it is named if it is new.
 
-    def acquire(self, segment: Segment) -> None:
-        """One more view of a Segment; it gets a slot if it has none."""
-        segment.references += 1
-        if segment.slot == NO_SLOT:
-            if not self.residency.has_free_slot:
-                self.forget_unused()
-            segment.slot = self.residency.take_slot()
-            self.residency.on_nvme[:, segment.slot] = True
-
-    def release(self, segment: Segment) -> None:
-        """One view less. A Segment that was never committed goes with its last view."""
-        assert segment.references > 0
-        segment.references -= 1
-        if segment.references == 0 and segment.catalog_id is None:
-            self.extents.free(segment)
-            self.residency.give_slot(segment.slot)
-            segment.slot = NO_SLOT
-
-    def forget_unused(self) -> None:
-        """Give back the slots of committed Segments that nobody views and no memory holds."""
-        for segment in self.committed.values():
-            slot = segment.slot
-            if slot != NO_SLOT and not segment.references and not self.residency.holds(slot):
-                self.residency.give_slot(slot)
-                segment.slot = NO_SLOT
-
-    def quarantine(self, segments: list[Segment], *, for_good: bool) -> None:
-        """Take Segments out of the index. for_good: their bytes are damaged, and the catalog notes
-        it; else the device failed, and the next time the store is opened they are tried again."""
-        for segment in segments:
-            if segment.catalog_id is not None:
-                index = self.index(segment.provenance)
-                if index.find(segment.parent, segment.named_tokens) is segment:
-                    index.remove(segment)
-                    if for_good:
-                        self.catalog.set_quarantined(segment.catalog_id, True)
-                    else:
-                        self._failed.append(segment)
+    Raises ConfigError where the same fingerprint has other KV shapes, CapacityError, DeviceError.
+    """
+    files.require_geometry(fingerprint.hex, geometry)
+    known = files.ledger.find_fingerprint(fingerprint.digest)
+    if known is not None:
+        return known
+    body = {"description": fingerprint.description, "geometry": geometry.to_dict()}
+    extent = space.allocate(record_format.bytes_of(body))
+    try:
+        return files.ledger.add_fingerprint(
+            fingerprint.digest, fingerprint.description, body, extent
+        )
+    except KvtierError:
+        space.free([extent])
+        raise
 
 
 def _require_same(view: SegmentView, tokens: Tokens, first: int = 0) -> None:

@@ -59,6 +59,8 @@ class Config:
     direct_io: "required" refuses a file system without O_DIRECT, "preferred" reports it,
         "off" goes through the page cache.
     force: format a region even though it carries something else. Never one that is mounted.
+    hold_limit: bytes of the region that holds may keep from eviction; None: half of it.
+    discard: tell the device which space is free (TRIM) after Segments were removed.
     """
 
     region: int | str | None = None
@@ -67,10 +69,14 @@ class Config:
     engine: Engine = "auto"
     direct_io: DirectMode = "preferred"
     force: bool = False
+    hold_limit: int | str | None = None
+    discard: bool = False
 
     def __post_init__(self) -> None:
         parse_bytes(self.hot, "hot")
         parse_bytes(self.host, "host")
+        if self.hold_limit is not None:
+            parse_bytes(self.hold_limit, "hold_limit")
         if self.region_bytes is not None and self.region_bytes < REGION_BYTES_MIN:
             raise ConfigError(
                 f"region must be at least {REGION_BYTES_MIN} bytes, or a path with a '/' in it: "
@@ -90,6 +96,12 @@ class Config:
     @property
     def host_bytes(self) -> int:
         return parse_bytes(self.host, "host")
+
+    def hold_limit_bytes(self, region_bytes: int) -> int:
+        """Bytes that holds may keep of a region of this size."""
+        if self.hold_limit is None:
+            return region_bytes // 2
+        return parse_bytes(self.hold_limit, "hold_limit")
 
     @property
     def region_path(self) -> str | None:

@@ -8,6 +8,8 @@ Invariants:
 - All bytes between memory and device pass through one bounded, aligned buffer pool.
 """
 
+import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,16 +19,20 @@ import torch
 
 from kvtier.errors import ChecksumMismatch, DeviceError, FormatError
 from kvtier.io.alignment import GRID_BYTES, align_up
-from kvtier.io.allocator import ExtentAllocator
-from kvtier.io.buffers import BufferPool
+from kvtier.io.buffers import BufferPiece, BufferPool
 from kvtier.io.device import Buffers, ByteArray, Device, Int64Array
 from kvtier.io.extent import Extent
 from kvtier.tiering import extent_format
+from kvtier.tiering.drive_space import DriveSpace
 from kvtier.tiering.extent_format import ExtentHeader, ExtentIdentity
+from kvtier.tiering.findings import place
 from kvtier.tiering.geometry import SEGMENT_TOKENS, Geometry
 from kvtier.tiering.packing import TORCH_DTYPES, Placement, pack
 from kvtier.tiering.page_layout import PageLayout
 from kvtier.tiering.segment import Segment
+from kvtier.tiering.steps import Pause, Read, Reading, Steps, whole
+
+_log = logging.getLogger("kvtier")
 
 BATCH_BYTES = 16 << 20
 """Bytes of one batch of reads or writes: enough to keep a fast drive busy."""
@@ -78,11 +84,15 @@ def bounce_bytes(geometry: Geometry) -> int:
     return 2 * max(BATCH_BYTES, largest)
 
 
-def batches(sizes: Sequence[int]) -> Iterator[slice]:
-    """Cut a list of sizes in bytes into runs of at most BATCH_BYTES, or of one."""
+def batches(
+    sizes: Sequence[int], bytes_max: int | None = None, count_max: int = 1 << 62
+) -> Iterator[slice]:
+    """Cut a list of sizes in bytes into runs of at most bytes_max (BATCH_BYTES unless given) and
+    at most count_max, or of one."""
+    bytes_max = BATCH_BYTES if bytes_max is None else bytes_max
     first = total = 0
     for index, size in enumerate(sizes):
-        if index > first and total + size > BATCH_BYTES:
+        if index > first and (total + size > bytes_max or index - first >= count_max):
             yield slice(first, index)
             first, total = index, 0
         total += size
@@ -104,17 +114,19 @@ class ExtentIO:
         geometry: Geometry,
         owner: Owner,
         device: Device,
-        allocator: ExtentAllocator,
+        space: DriveSpace,
         buffers: BufferPool,
         placement: Placement,
     ) -> None:
         self.geometry = geometry
         self.owner = owner
         self.device = device
-        self.allocator = allocator
+        self.space = space
         self.buffers = buffers
         self.placement = placement
         self.counters = Counters()
+        self.blocking = Reading(buffers, BATCH_BYTES)
+        """How callers read that wait with the store's lock."""
 
     def layout(self, unit: Unit) -> PageLayout:
         return PageLayout(
@@ -152,22 +164,23 @@ class ExtentIO:
             extent_format.extent_bytes(self.geometry, each.unit.layer, each.tokens)
             for each in writes
         ]
+        # Before anything is evicted for a part of what does not fit as a whole.
+        self.space.require(sum(sizes))
         try:
             for part in batches(sizes):
                 self._write_batch(writes[part])
         except BaseException:
-            for each in writes:
-                self._unwrite(each.unit)
+            self._unwrite([each.unit for each in writes])
             raise
 
-    def _unwrite(self, unit: Unit) -> None:
-        """Forget what a failed write noted: Frames of this unit are still in position order."""
-        extent = unit.segment.extents[unit.layer]
-        if extent is not None:
-            self.allocator.free(extent)
-        unit.segment.extents[unit.layer] = None
-        unit.segment.orders[unit.layer] = None
-        unit.segment.directories[unit.layer] = None
+    def _unwrite(self, units: Sequence[Unit]) -> None:
+        """Forget what a failed write noted: Frames of these units are still in position order."""
+        written = [unit.segment.extents[unit.layer] for unit in units]
+        self.space.free([extent for extent in written if extent is not None])
+        for unit in units:
+            unit.segment.extents[unit.layer] = None
+            unit.segment.orders[unit.layer] = None
+            unit.segment.directories[unit.layer] = None
 
     def _write_batch(self, writes: Sequence[UnitWrite]) -> None:
         geometry = self.geometry
@@ -180,21 +193,31 @@ class ExtentIO:
         extents: list[Extent] = []
         try:
             for head, length in zip(heads, lengths.tolist(), strict=True):
-                extents.append(self.allocator.allocate(head + length))
+                extents.append(self.space.allocate(head + length))
             with self.buffers.lease(int(lengths.sum())) as memory:
                 for index, each in enumerate(writes):
                     start, payload = int(starts[index]), payloads[index]
                     memory[start + payload : start + int(lengths[index])] = 0
                     self._fill(each, memory[start : start + payload])
                 offsets = np.array([extent.offset for extent in extents], np.int64) + heads
-                self.device.write(offsets, Buffers(memory, starts, lengths))
-                self.counters.bytes_written += memory.size
+                self._write(offsets, Buffers(memory, starts, lengths))
         except BaseException:
-            for extent in extents:
-                self.allocator.free(extent)
+            self.space.free(extents)
             raise
         for each, extent in zip(writes, extents, strict=True):
-            each.unit.segment.extents[each.unit.layer] = extent
+            segment = each.unit.segment
+            if not any(segment.extents):
+                segment.flush_epoch = self.device.failed_flushes
+            segment.extents[each.unit.layer] = extent
+
+    def may_be_lost(self, segment: Segment) -> bool:
+        """Whether a flush failed between the first write of an uncommitted Segment and now."""
+        written = any(segment.extents) and segment.catalog_id is None
+        return written and segment.flush_epoch != self.device.failed_flushes
+
+    def _write(self, offsets: Int64Array, buffers: Buffers) -> None:
+        self.space.write(offsets, buffers)
+        self.counters.bytes_written += int(buffers.lengths.sum())
 
     def _fill(self, write: UnitWrite, payload: ByteArray) -> None:
         """Pack one unit into `payload`; note its order, directory and checksum."""
@@ -227,8 +250,7 @@ class ExtentIO:
                     identity = self.identity(unit)
                     offsets[index] = identity.device_offset
                     self._write_header(unit, identity, memory[start : start + length])
-                self.device.write(offsets, Buffers(memory, starts, lengths))
-                self.counters.bytes_written += memory.size
+                self._write(offsets, Buffers(memory, starts, lengths))
 
     def _write_header(self, unit: Unit, identity: ExtentIdentity, target: ByteArray) -> None:
         segment, layer = unit.segment, unit.layer
@@ -243,46 +265,54 @@ class ExtentIO:
             segment.named_tokens,
         )
 
-    def free(self, segment: Segment) -> None:
-        """Give back the Extents of a Segment that the catalog does not name."""
-        assert segment.catalog_id is None
-        for layer, extent in enumerate(segment.extents):
-            if extent is not None:
-                self.allocator.free(extent)
-                segment.extents[layer] = None
-
     # ---- reading ----------------------------------------------------------------------------
 
-    @contextmanager
-    def read(self, units: Sequence[Unit]) -> Iterator[Iterator[torch.Tensor]]:
-        """Payloads of written units, checked one by one as they are taken, valid in the block.
+    def reading(self, units: Sequence[Unit], piece: BufferPiece) -> Steps[list[ByteArray]]:
+        """Read the Extents of written units as one batch into `piece`, which is long enough.
 
-        Reads all of them as one batch, which must fit the buffer pool (`batches`). Raises
-        DeviceError, or FormatError (ChecksumMismatch among them) where a payload is taken.
+        Returns them unchecked, for `payload`. Raises DeviceError.
         """
         extents = [unit.segment.extents[unit.layer] for unit in units]
         lengths = np.array([each.length for each in extents if each], np.int64)
         offsets = np.array([each.offset for each in extents if each], np.int64)
         assert len(lengths) == len(units)
+        blocks = yield from self._reading(units, offsets, lengths, piece)
+        self.counters.bytes_read += int(lengths.sum())
+        return blocks
+
+    def _reading(
+        self, units: Sequence[Unit], offsets: Int64Array, lengths: Int64Array, piece: BufferPiece
+    ) -> Steps[list[ByteArray]]:
+        """Read one piece of every unit; those that cannot be read are marked before it raises."""
         starts = _starts(lengths)
-        with self.buffers.lease(int(lengths.sum())) as memory:
-            self._read(units, offsets, Buffers(memory, starts, lengths))
-            self.counters.bytes_read += memory.size
-            yield (
-                self._typed(self._checked(unit, memory[start : start + length]))
-                for unit, start, length in zip(
-                    units, starts.tolist(), lengths.tolist(), strict=True
-                )
-            )
+        try:
+            yield from whole(Read(offsets, Buffers(piece.memory, starts, lengths), piece))
+        except DeviceError as error:
+            self.counters.failed_reads += 1
+            for index, number in error.failures:
+                units[index].segment.quarantined = True
+                where, why = self.where(units[index]), os.strerror(number)
+                _log.error("not used until the store is opened again: %s: %s", where, why)
+            raise
+        return [
+            piece.memory[start : start + length]
+            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+        ]
+
+    def payload(self, unit: Unit, block: ByteArray) -> torch.Tensor:
+        """The payload in a unit's Extent, once it is what it should be. Raises FormatError
+        (ChecksumMismatch among them) after marking the unit as quarantined."""
+        return self._typed(self._checked(unit, block))
 
     @contextmanager
     def _blaming(self, unit: Unit) -> Iterator[None]:
         """Counts and marks a unit whose bytes are not what they should be."""
         try:
             yield
-        except FormatError:
+        except FormatError as error:
             self.counters.damaged_extents += 1
-            unit.segment.quarantined = True
+            unit.segment.quarantined = unit.segment.damaged = True
+            _log.error("quarantined: %s", error)
             raise
 
     def _checked(self, unit: Unit, block: ByteArray) -> ByteArray:
@@ -321,38 +351,34 @@ class ExtentIO:
         """A unit's place in words, for messages."""
         extent = unit.segment.extents[unit.layer]
         assert extent is not None
-        return f"layer {unit.layer} at byte {extent.offset} of {self.device.path}"
+        return f"layer {unit.layer} at {place(self.device, extent.offset)}"
 
-    def check_headers(self, units: Sequence[Unit]) -> None:
+    def checking_headers(self, units: Sequence[Unit], reading: Reading) -> Steps[None]:
         """Read the headers of committed units and require that each is what it should be.
 
         Raises DeviceError, or FormatError after marking what failed as quarantined.
         """
+        while units:
+            some, units = units[: reading.units_max], units[reading.units_max :]
+            yield from self._checking_headers(some, reading)
+
+    def _checking_headers(self, units: Sequence[Unit], reading: Reading) -> Steps[None]:
         sizes = [
             extent_format.header_bytes(self.geometry, each.layer, each.segment.token_count)
             for each in units
         ]
-        for chosen in batches(sizes):
+        for chosen in batches(sizes, reading.batch_bytes):
             part = units[chosen]
             lengths = np.array(sizes[chosen], np.int64)
-            starts = _starts(lengths)
             offsets = np.array([self.identity(each).device_offset for each in part], np.int64)
-            with self.buffers.lease(int(lengths.sum())) as memory:
-                self._read(part, offsets, Buffers(memory, starts, lengths))
-                for unit, start, length in zip(
-                    part, starts.tolist(), lengths.tolist(), strict=True
-                ):
-                    self._check_header(unit, memory[start : start + length])
-
-    def _read(self, units: Sequence[Unit], offsets: Int64Array, buffers: Buffers) -> None:
-        """Read one piece of every unit; those that cannot be read are marked before it raises."""
-        try:
-            self.device.read(offsets, buffers)
-        except DeviceError as error:
-            self.counters.failed_reads += 1
-            for index, _ in error.failures:
-                units[index].segment.quarantined = True
-            raise
+            piece = yield from reading.piece(int(lengths.sum()))
+            try:
+                blocks = yield from self._reading(part, offsets, lengths, piece)
+                for unit, block in zip(part, blocks, strict=True):
+                    yield Pause.SHORT
+                    self._check_header(unit, block)
+            finally:
+                piece.give_back()
 
     def _check_header(self, unit: Unit, block: ByteArray) -> None:
         where = self.where(unit)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, FormatError
 
 PROVENANCE_BYTES = 56
 """Room that an extent header has for the text of a Provenance."""
@@ -32,6 +32,18 @@ class Fingerprint:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"a fingerprint is made of plain JSON values: {error}") from error
         return cls(hashlib.sha256(text.encode()).digest(), text)
+
+    @classmethod
+    def stored(cls, digest: bytes, description: str) -> Self:
+        """One that was made before. Raises FormatError unless the digest is the description's."""
+        # A lone surrogate, which JSON can spell, has no UTF-8: it never was digested.
+        found = hashlib.sha256(description.encode(errors="replace")).digest()
+        if found != digest:
+            raise FormatError(
+                f"the fingerprint {digest.hex()[:12]} is not that of its description, which is "
+                f"{found.hex()[:12]}: one of them was changed"
+            )
+        return cls(digest, description)
 
     @property
     def hex(self) -> str:
@@ -60,10 +72,6 @@ class Provenance:
                 f"{self.text!r}"
             )
 
-    @property
-    def is_exact(self) -> bool:
-        return self.text == "exact"
-
     @classmethod
     def approximate(cls, budget: float, codec: str) -> Self:
         """budget: the share of the context that was read, above 0 and at most 1."""
@@ -79,6 +87,24 @@ class Provenance:
 
 
 EXACT = Provenance("exact")
+
+
+def tenant(namespace: str, salt: str | bytes = "") -> Any:
+    """What a fingerprint says of its tenant. Two that differ in either part never share KV.
+
+    The salt itself is not kept, only its digest: who can read a store still cannot name another
+    tenant's KV. Raises ConfigError.
+    """
+    if not isinstance(namespace, str) or not isinstance(salt, str | bytes):
+        raise ConfigError(
+            f"a namespace is text, a salt text or bytes: got {type(namespace).__name__} and "
+            f"{type(salt).__name__}"
+        )
+    if not salt:
+        return namespace
+    secret = salt.encode() if isinstance(salt, str) else salt
+    keyed = hashlib.sha256(b"kvtier tenant\0" + namespace.encode() + b"\0" + secret)
+    return {"name": namespace, "salt": keyed.hexdigest()}
 
 
 def _require_string_keys(value: object) -> None:

@@ -1,6 +1,8 @@
-"""Opens or makes the files of a store, checks that they belong together, rebuilds the allocator."""
+"""Opens or makes the files of a store, checks that they belong together, rebuilds what lies in
+memory of them: free space, inventory, ledger."""
 
 import json
+import logging
 import os
 import uuid
 from contextlib import ExitStack
@@ -9,32 +11,46 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError, DeviceError
 from kvtier.io.allocator import ExtentAllocator
-from kvtier.io.catalog import Catalog
+from kvtier.io.catalog import Catalog, SegmentRow
 from kvtier.io.device import Device
 from kvtier.io.probe import open_device
 from kvtier.io.rawfile import create_region_file
 from kvtier.io.region import Region
+from kvtier.io.stable_path import stable_path
 from kvtier.tiering import store_files
-from kvtier.tiering.catalog_rows import extents_of
 from kvtier.tiering.config import Config
 from kvtier.tiering.geometry import Geometry
+from kvtier.tiering.inventory import Inventory
+from kvtier.tiering.ledger import Ledger, load_allocator
 from kvtier.tiering.store_files import REGION, Settings
+
+_log = logging.getLogger("kvtier")
 
 REGION_BYTES_DEFAULT = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class OpenFiles:
-    """Everything of an open store that must be closed, and the allocator of its region."""
+    """Everything of an open store that must be closed, and what it says in memory."""
 
     settings: Settings
     region: Region
     catalog: Catalog
-    allocator: ExtentAllocator
+    ledger: Ledger
+    rows: list[SegmentRow]
+    """What the catalog named when it was opened; whoever has used them clears the list."""
     _stack: ExitStack
 
+    @property
+    def allocator(self) -> ExtentAllocator:
+        return self.ledger.allocator
+
+    @property
+    def inventory(self) -> Inventory:
+        return self.ledger.inventory
+
     def close(self) -> None:
-        """Close region, catalog and lock, in this order. Calling it twice is allowed."""
+        """Close catalog, region and lock, in this order. Calling it twice is allowed."""
         self._stack.close()
 
     def require_geometry(self, fingerprint: str, geometry: Geometry) -> None:
@@ -63,13 +79,15 @@ def open_files(directory: Path, config: Config) -> OpenFiles:
             _check_region(settings, directory, config)
             region = _open_region(settings, directory, config, stack)
         else:
-            store_files.clear_leftovers(directory)
-            settings, region = _create(directory, config, stack)
+            store_uuid = store_files.clear_leftovers(directory)
+            settings, region = _create(directory, store_uuid, config, stack)
         catalog = stack.enter_context(store_files.open_catalog(directory, settings))
-        allocator = ExtentAllocator(region.data_start, region.data_end)
-        extents = [extent for row in catalog.segments() for extent in extents_of(row)]
-        allocator.occupy([each.offset for each in extents], [each.length for each in extents])
-        return OpenFiles(settings, region, catalog, allocator, stack.pop_all())
+        rows = catalog.segments()
+        inventory = Inventory.load(catalog, rows)
+        allocator = load_allocator(catalog, inventory, region.data_start, region.data_end)
+        ledger = Ledger(catalog, region.device, allocator, inventory, discard=config.discard)
+        ledger.replay()
+        return OpenFiles(settings, region, catalog, ledger, rows, stack.pop_all())
 
 
 def _device(path: str, config: Config, stack: ExitStack) -> Device:
@@ -78,8 +96,10 @@ def _device(path: str, config: Config, stack: ExitStack) -> Device:
     return device
 
 
-def _create(directory: Path, config: Config, stack: ExitStack) -> tuple[Settings, Region]:
-    store_uuid = str(uuid.uuid4())
+def _create(
+    directory: Path, store_uuid: str | None, config: Config, stack: ExitStack
+) -> tuple[Settings, Region]:
+    """store_uuid: of the catalog that a cut creation left, if there is one."""
     if config.region_path is None:
         path = os.fspath(directory / REGION)
         size = REGION_BYTES_DEFAULT if config.region_bytes is None else config.region_bytes
@@ -92,8 +112,17 @@ def _create(directory: Path, config: Config, stack: ExitStack) -> tuple[Settings
                 f"region {path} does not exist: name a block device or an existing file, or a "
                 "size such as '4GiB' for a file inside the store"
             )
-    region = Region.create(_device(path, config, stack), store_uuid, force=config.force)
-    Catalog.create(directory / store_files.CATALOG, store_uuid).close()
+        stable = stable_path(path)
+        if stable is not None:
+            _log.info("%s is named as %s, which stays with the device", path, stable)
+            path = named = stable
+    device = _device(path, config, stack)
+    # The catalog comes first: should the rest be cut, its UUID says whose superblocks the region
+    # carries then.
+    if store_uuid is None:
+        store_uuid = str(uuid.uuid4())
+        Catalog.create(directory / store_files.CATALOG, store_uuid).close()
+    region = Region.create(device, store_uuid, force=config.force)
     settings = Settings(store_uuid, named, region.superblock.region_bytes)
     store_files.write_settings(directory, settings)
     return settings, region

@@ -45,6 +45,18 @@ class ProcessLock:
                 "again. What was saved is there"
             )
 
+    def take_at_once(self) -> bool:
+        """Take it, for a `with` block inside and `give` at the end, unless another thread has it.
+
+        For who must not wait, such as an event loop. Raises ClosedError in another process.
+        """
+        self._require_ours()
+        return self._lock.acquire(blocking=False)
+
+    def give(self) -> None:
+        """Undo `take_at_once`."""
+        self._lock.release()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
@@ -62,9 +74,12 @@ class ProcessLock:
             self._lock.release()
 
     def _take(self) -> None:
+        self._require_ours()
+        self._lock.acquire()
+
+    def _require_ours(self) -> None:
         if not self.is_ours:
             raise ClosedError(
                 f"{self._what} was opened by process {self._pid}; open it again in process "
                 f"{os.getpid()}"
             )
-        self._lock.acquire()

@@ -22,6 +22,7 @@ from kvtier.kernels.paged_attention import (
 )
 from kvtier.tiering.extent_io import Unit
 from kvtier.tiering.geometry import PAGE_TOKENS, Geometry, LayerGeometry
+from kvtier.tiering.packing import TORCH_DTYPES
 from kvtier.tiering.page_table import Columns
 from kvtier.tiering.residency import NO_FRAME, Residency
 from kvtier.tiering.sequence import Sequence
@@ -97,6 +98,29 @@ class Reader:
             )
         parts.extend(self._past(sequence, query, past))
         return merge(parts).out.to(query.vectors.dtype)
+
+    def rows(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [kv_heads, n, key_width] and values [kv_heads, n, value_width] of all n tokens of a
+        layer, those before its window too, in the order of positions.
+
+        Raises FormatError, DeviceError.
+        """
+        shape = self.geometry.layers[layer]
+        tokens = sequence.length(layer)
+        dtype = TORCH_DTYPES[self.geometry.dtype]
+        keys = torch.empty(shape.kv_heads, tokens, shape.key_width, dtype=dtype)
+        values = torch.empty(shape.kv_heads, tokens, shape.value_width, dtype=dtype)
+        parts = [(view.segment, view.limit) for view in sequence.views]
+        parts += [(each, each.filled[layer]) for each in sequence.tail if each.filled[layer]]
+        for segment, limit in parts:
+            unit = Unit(segment, layer)
+            loaded = self.mover.load([unit])
+            assert loaded, "HOT always has room for one unit"
+            held_keys, held_values = self.mover.tensors(unit)
+            place = slice(segment.start, segment.start + limit)
+            keys[:, place] = held_keys[:, :limit]
+            values[:, place] = held_values[:, :limit]
+        return keys, values
 
     @staticmethod
     def _check(query: Query, shape: LayerGeometry) -> None:

@@ -47,7 +47,13 @@ class Segment:
     end_digest: bytes = b""
     catalog_id: int | None = None
     quarantined: bool = False
+    """It is not handed out, for now or for good."""
+    damaged: bool = False
+    """Its bytes are wrong: quarantined for good. Else the device could not read them."""
     references: int = 0
+    flush_epoch: int = 0
+    """Device.failed_flushes when its first bytes were written: until it is committed, a flush that
+    fails may have lost them."""
 
     def __post_init__(self) -> None:
         self.filled = self.filled or [0] * self.layers
@@ -61,6 +67,11 @@ class Segment:
     def written(self) -> bool:
         """Every layer's bytes are on the device (which does not mean durable)."""
         return None not in self.extents
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its Extents."""
+        return sum(each.length for each in self.extents if each is not None)
 
     @property
     def named_tokens(self) -> Tokens:

@@ -6,7 +6,9 @@ Invariants:
 - The region's UUID, the catalog's and the settings' are one.
 """
 
+import errno
 import os
+import sqlite3
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,18 +27,29 @@ from kvtier.errors import (
     WrongStoreError,
 )
 from kvtier.io.catalog import Catalog
+from kvtier.io.catalog_blobs import BlobTables
 from kvtier.io.durability import sync_directory
 from kvtier.io.lock import StoreLock
+from kvtier.io.superblock import DATA_START, copy_offsets
 
 SETTINGS = "store.yaml"
 CATALOG = "catalog.sqlite"
 LOCK = "lock"
 REGION = "region.kv"
 LAYOUT_VERSION = 1
+SETTINGS_BYTES_MAX = 64 << 10
+"""Far more than `write_settings` writes for the longest path."""
 CATALOG_FILES = {
-    name + suffix for name in (CATALOG, f"{CATALOG}.new") for suffix in ("", "-wal", "-shm")
+    name + suffix
+    for name in (CATALOG, f"{CATALOG}.new")
+    for suffix in ("", "-journal", "-wal", "-shm")
 }
 OWN_FILES = {*CATALOG_FILES, LOCK, REGION, f"{SETTINGS}.new"}
+LOST = f"{CATALOG}.lost-"
+REBUILT = f"{CATALOG}.rebuilt"
+RECOVERED = (LOST, REBUILT)
+"""Beginnings of what `rebuild` leaves behind. They are none of OWN_FILES on purpose: a directory
+that holds them held a store, and nobody may begin a new one in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +69,7 @@ def is_store(directory: Path) -> bool:
     """Whether there is a store. Raises ConfigError for a path that cannot be, DeviceError."""
     if "\0" in os.fspath(directory):
         raise ConfigError(f"a path cannot hold a zero byte: {os.fspath(directory)!r}")
-    with _typed(directory):
+    with typed(directory):
         return (directory / SETTINGS).is_file()
 
 
@@ -64,45 +77,67 @@ def read_settings(directory: Path) -> Settings:
     """Raises ConfigError (no store here), FormatError, VersionMismatch, DeviceError."""
     path = directory / SETTINGS
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(SETTINGS_BYTES_MAX + 1)
     except FileNotFoundError as error:
         raise ConfigError(f"{directory} is not a kvtier store: it has no {SETTINGS}") from error
     except OSError as error:
         raise DeviceError(f"{path}: {error.strerror}", error.errno or 0) from error
+    if len(data) > SETTINGS_BYTES_MAX:
+        raise FormatError(
+            f"{path} is damaged: it has more than {SETTINGS_BYTES_MAX} bytes, which no store's has"
+        )
+    # The message says where, never what: the file may be another one than it should be.
     try:
-        return _parse_settings(yaml.safe_load(data.decode()), path)
+        content = yaml.safe_load(data.decode())
     except (
-        yaml.YAMLError,
-        LookupError,
-        AttributeError,
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as error:
-        raise FormatError(f"{path} is damaged: {error!r}") from error
+        yaml.YAMLError, LookupError, AttributeError, TypeError, ValueError, RecursionError
+    ) as error:  # fmt: skip
+        raise FormatError(f"{path} is damaged: {type(error).__name__}{_position(error)}") from error
+    try:
+        return _parse_settings(content, path)
+    except (LookupError, TypeError, ValueError) as error:
+        raise FormatError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _position(error: Exception) -> str:
+    """Where in the text a parser stopped, in words."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f" at line {mark.line + 1}, column {mark.column + 1}"
+    if isinstance(error, UnicodeDecodeError):
+        return f" at byte {error.start}"
+    if isinstance(error, yaml.reader.ReaderError):
+        return f" at character {error.position}"
+    return ""
 
 
 def _parse_settings(data: Any, path: Path) -> Settings:
-    """Raises KeyError, TypeError or ValueError for what `write_settings` never writes."""
+    """Raises LookupError, TypeError or ValueError, without the file's content, for what
+    `write_settings` never writes."""
     version = data["layout_version"]
     if type(version) is not int:
-        raise TypeError(f"layout_version is {version!r}, not a whole number")
+        raise TypeError(f"layout_version is no whole number but of type {type(version).__name__}")
     if version != LAYOUT_VERSION:
         raise VersionMismatch(f"{path}: the store", version, LAYOUT_VERSION)
     region = data["region"]
     store_uuid, region_path, region_bytes = data["store_uuid"], region["path"], region["bytes"]
     # A digit that became another character may turn text into a number or the reverse.
     if not isinstance(store_uuid, str) or not isinstance(region_path, str) or not region_path:
-        raise TypeError(f"store_uuid and region.path are text: got {store_uuid!r}, {region_path!r}")
+        raise TypeError("store_uuid and region.path are text, and not empty")
     if "\0" in region_path:
         raise ValueError("region.path holds a zero byte")
     if type(region_bytes) is not int or region_bytes <= 0:
-        raise TypeError(f"region.bytes is {region_bytes!r}, not a size in bytes")
-    return Settings(str(uuid.UUID(store_uuid)), region_path, region_bytes)
+        raise TypeError("region.bytes is no size in bytes")
+    try:
+        own = uuid.UUID(store_uuid)
+    except ValueError as error:
+        raise ValueError("store_uuid is no UUID") from error
+    return Settings(str(own), region_path, region_bytes)
 
 
 @contextmanager
-def _typed(path: Path) -> Iterator[None]:
+def typed(path: str | Path) -> Iterator[None]:
     """The operating system's errors as kvtier's."""
     try:
         yield
@@ -123,7 +158,7 @@ def write_settings(directory: Path, settings: Settings) -> None:
         sort_keys=False,
     )
     new = directory / f"{SETTINGS}.new"
-    with _typed(new):
+    with typed(new):
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
@@ -133,14 +168,21 @@ def write_settings(directory: Path, settings: Settings) -> None:
     sync_directory(os.fspath(directory))
 
 
-def prepare_directory(directory: Path) -> None:
+def prepare_directory(directory: Path, spared: tuple[str, ...] = ()) -> None:
     """Make the directory of a new store, mode 0700. Raises ConfigError when other files lie there,
-    DeviceError."""
+    DeviceError.
+
+    spared: files whose names begin so may lie there too.
+    """
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file: a store is a directory")
-    with _typed(directory):
+    with typed(directory):
+        missing = [each for each in (directory, *directory.parents) if not each.exists()]
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = {each.name for each in directory.iterdir()}
+        found = {each.name for each in directory.iterdir() if not each.name.startswith(spared)}
+    # A power cut could otherwise take the directory away, with all that is durable in it.
+    for each in missing:
+        sync_directory(os.fspath(each.parent))
     if found - OWN_FILES:
         raise ConfigError(
             f"{directory} is not a kvtier store and not empty "
@@ -148,25 +190,51 @@ def prepare_directory(directory: Path) -> None:
         )
 
 
-def clear_leftovers(directory: Path) -> None:
-    """Remove what a cut creation left in a locked directory that is no store.
+def clear_leftovers(directory: Path) -> str | None:
+    """Remove what a cut creation left in a locked directory that is no store, except its catalog,
+    if it has one; returns the UUID that stands there.
 
-    Raises FormatError, and removes nothing, where Segments are stored: then the settings of a
+    Raises FormatError, and removes nothing, where something is stored: then the settings of a
     whole store were lost.
     """
     catalog_path = directory / CATALOG
+    store_uuid, kept = None, {LOCK}
     if catalog_path.exists() and catalog_path.stat().st_size:
+        # A catalog that names nothing says that the region holds nothing of value.
         with Catalog.open(catalog_path) as catalog:
-            stored, store_uuid = len(catalog.segments()), catalog.store_uuid
-        if stored:
+            segments, slabs = len(catalog.segments()), len(BlobTables(catalog).slabs())
+            models, store_uuid = len(catalog.fingerprints()), catalog.store_uuid
+        if models or segments or slabs:
             raise FormatError(
-                f"{directory} has lost its {SETTINGS}, but its catalog names {stored} segments of "
-                f"store {store_uuid}. Put the file back, or delete the directory to lose them"
+                f"{directory} has lost its {SETTINGS}, but its catalog names {segments} segments "
+                f"and {slabs} slabs of {models} models in store {store_uuid}. Put the file back, "
+                "or delete the directory to lose them"
             )
-    with _typed(directory):
-        for name in OWN_FILES - {LOCK}:
+        # The region may carry this UUID already, and is refused to a store of another.
+        kept = {LOCK, CATALOG}
+    elif _holds_data(directory / REGION):
+        raise FormatError(
+            f"{directory} has lost its {SETTINGS} and its catalog, but its region holds data. Run "
+            f"kvtier rebuild {directory} --region {directory / REGION}, or delete the directory "
+            "to lose it"
+        )
+    with typed(directory):
+        for name in OWN_FILES - kept:
             # A directory of such a name is not ours, and unlink refuses it.
             (directory / name).unlink(missing_ok=True)
+    return store_uuid
+
+
+def _holds_data(region: Path) -> bool:
+    """Whether anything was stored in a region file. A creation that was cut short left zeros there,
+    and the first thing that is stored lies at the beginning."""
+    if not region.is_file():
+        return False
+    with typed(region), region.open("rb") as file:
+        file.seek(DATA_START)
+        # In a small region the last copy of the superblock lies within that piece.
+        end = min(2 * DATA_START, copy_offsets(region.stat().st_size)[2])
+        return bool(file.read(max(0, end - DATA_START)).strip(b"\0"))
 
 
 def lock(directory: Path) -> StoreLock:
@@ -178,13 +246,32 @@ def lock(directory: Path) -> StoreLock:
 def open_catalog(
     directory: Path, settings: Settings, *, read_only: bool = False
 ) -> Iterator[Catalog]:
-    """The catalog, once it is known to be this store's; closed when the block raises or ends."""
-    catalog = Catalog.open(directory / CATALOG, read_only=read_only)
+    """The catalog, once it is known to be this store's; closed when the block raises or ends.
+
+    Raises FormatError or DeviceError where it is damaged or missing, which says how it is made
+    anew.
+    """
+    remedy = f"; kvtier rebuild {directory} makes it anew from the region"
+    try:
+        catalog = Catalog.open(directory / CATALOG, read_only=read_only)
+    except VersionMismatch:
+        raise
+    except FormatError as error:
+        raise FormatError(f"{error}{remedy}") from error
+    except DeviceError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        raise DeviceError(f"{error}{remedy}", errno.ENOENT) from error
     try:
         if catalog.store_uuid != settings.store_uuid:
             raise WrongStoreError(
                 settings.store_uuid, catalog.store_uuid, os.fspath(directory / CATALOG)
             )
         yield catalog
+    except FormatError as error:
+        # Damage may lie behind what opening reads. The block's other errors are of other files.
+        if not isinstance(error.__cause__, sqlite3.Error):
+            raise
+        raise FormatError(f"{error}{remedy}") from error
     finally:
         catalog.close()

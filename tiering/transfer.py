@@ -2,22 +2,39 @@
 
 Invariants:
 - A unit (layer, slot) leaves HOT only when a valid copy is on NVME.
-- Room is made before bytes are read; a unit is in HOT whole or not at all.
+- Room is made, and Frames are taken, before bytes are read; a unit is in HOT whole or not at all.
+- Frames of units on their way are in no TierMap. They go back when the load ends early; what the
+  device still writes into is a bounce buffer and never a Frame.
 """
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kvtier.errors import CapacityError
+from kvtier.io.buffers import BufferPiece
 from kvtier.tiering.eviction import Usage, plan_eviction
 from kvtier.tiering.extent_io import ExtentIO, Unit, UnitWrite, batches
+from kvtier.tiering.frames import FrameArray
 from kvtier.tiering.geometry import PAGE_TOKENS, Geometry, pages_of
 from kvtier.tiering.packing import gather, pack, rearranged, scatter
 from kvtier.tiering.residency import NO_FRAME, Residency, TierMap
 from kvtier.tiering.segment import Segment
+from kvtier.tiering.steps import Pause, Reading, Steps, run
+
+HEAVY_BYTES = 1 << 20
+"""A unit larger than this takes a millisecond or so to check and copy."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flying:
+    """A unit on its way into Frames [heads, pages] that were taken for it."""
+
+    unit: Unit
+    frames: FrameArray
 
 
 class Mover:
@@ -28,6 +45,8 @@ class Mover:
         self.residency = residency
         self.extents = extents
         self.pages_evicted = 0
+        self.flying_bytes = 0
+        """Bytes of the Frames of units on their way."""
         self.frame_bytes = np.array(
             [geometry.frame_bytes(layer) for layer in range(len(geometry.layers))], np.int64
         )
@@ -105,53 +124,112 @@ class Mover:
         slots = np.array([unit.segment.slot for unit in units], np.int64)
         done = len(units)
         if not self.residency.hot.pages[layers, slots].all():
-            done = self._load_absent(units, idle_only=idle_only)
+            loading = self.loading(units, self.extents.blocking, idle_only=idle_only)
+            done = run(loading, self.extents.device)
         self.residency.touch(layers[:done], slots[:done])
         return done
 
-    def _load_absent(self, units: Sequence[Unit], *, idle_only: bool) -> int:
+    def touch(self, units: Sequence[Unit]) -> None:
+        """These units are used now."""
+        layers = np.array([unit.layer for unit in units], np.int64)
+        slots = np.array([unit.segment.slot for unit in units], np.int64)
+        self.residency.touch(layers, slots)
+
+    def loading(self, units: Sequence[Unit], reading: Reading, *, idle_only: bool) -> Steps[int]:
+        """What `load` does, in steps. Callers see to it that their Segments keep their slots."""
         sizes = [
             extent.length if (extent := unit.segment.extents[unit.layer]) else 0 for unit in units
         ]
         done = 0
         # Making room for a later unit must not evict an earlier one.
         with ExitStack() as leases:
-            for part in batches(sizes):
-                loaded = self._load_batch(units[part], leases, idle_only=idle_only)
-                done += loaded
-                if loaded < part.stop - part.start:
+            for part in batches(sizes, reading.batch_bytes, reading.units_max):
+                yield Pause.SHORT
+                flying: list[_Flying] = []
+                piece = None
+                if not all(self._is_hot(unit) for unit in units[part]):
+                    piece = yield from reading.piece(sum(sizes[part]))
+                try:
+                    secured = self._secure(units[part], flying, leases, reading, idle_only)
+                    if piece is not None:
+                        yield from self._fill(flying, piece, reading)
+                finally:
+                    for each in flying:
+                        self._give(each)
+                    if piece is not None:
+                        piece.give_back()
+                done += secured
+                if secured < part.stop - part.start:
                     break
         return done
 
-    def _load_batch(self, units: Sequence[Unit], leases: ExitStack, *, idle_only: bool) -> int:
+    def _is_hot(self, unit: Unit) -> bool:
+        return bool(self.residency.hot.pages[unit.layer, unit.segment.slot])
+
+    def _secure(
+        self,
+        units: Sequence[Unit],
+        flying: list["_Flying"],
+        leases: ExitStack,
+        reading: Reading,
+        idle_only: bool,
+    ) -> int:
+        """Have units in HOT, or Frames for them in `flying`; returns for how many there is room."""
         hot, host = self.residency.hot, self.residency.host
-        count = needed = 0
-        absent: list[Unit] = []
-        for unit in units:
+        for count, unit in enumerate(units):
             layer, slot = unit.layer, unit.segment.slot
             if not hot.pages[layer, slot]:
                 size = self.unit_frames_bytes(unit)
-                if not self.make_room(needed + size, idle_only=idle_only):
-                    break
+                if size > reading.spare_bytes() or not self.make_room(size, idle_only=idle_only):
+                    return count
                 if host.pages[layer, slot]:
                     self._copy(layer, slot, host, hot)
                 else:
-                    absent.append(unit)
-                    needed += size
-            leases.enter_context(self.residency.lease(np.array([layer]), np.array([slot])))
-            count += 1
-        if absent:
-            with self.extents.read(absent) as payloads:
-                for unit, payload in zip(absent, payloads, strict=True):
-                    self._place(unit, payload)
-        return count
+                    flying.append(_Flying(unit, self._take(unit)))
+                    self.flying_bytes += size
+            if reading.shared:
+                # A lease would last until others had their turn, who need room as well.
+                self.residency.touch(np.array([layer]), np.array([slot]))
+            else:
+                leases.enter_context(self.residency.lease(np.array([layer]), np.array([slot])))
+        return len(units)
 
-    def _place(self, unit: Unit, payload: torch.Tensor) -> None:
-        """Copy a payload into new Frames."""
-        hot = self.residency.hot
+    def _fill(self, flying: list["_Flying"], piece: BufferPiece, reading: Reading) -> Steps[None]:
+        """Read what is on its way, and put it into its Frames unit by unit."""
+        if not flying:
+            return
+        blocks = yield from self.extents.reading([each.unit for each in flying], piece)
+        for block in blocks:
+            yield Pause.HEAVY if len(block) > HEAVY_BYTES else Pause.SHORT
+            each = flying[0]
+            unit = each.unit
+            if self._is_hot(unit):
+                # Somebody else brought it meanwhile.
+                self._give(flying.pop(0))
+                continue
+            payload = self.extents.payload(unit, block)
+            del flying[0]
+            self.flying_bytes -= self.unit_frames_bytes(unit)
+            self._put(unit, each.frames, payload)
+            if reading.shared:
+                self.residency.touch(np.array([unit.layer]), np.array([unit.segment.slot]))
+
+    def _take(self, unit: Unit) -> FrameArray:
+        """New Frames [heads, pages] for a whole unit."""
         layout = self.extents.layout(unit)
         heads = layout.layer.kv_heads
-        frames = hot.tier.take(unit.layer, heads * layout.pages).reshape(heads, layout.pages)
+        frames = self.residency.hot.tier.take(unit.layer, heads * layout.pages)
+        return frames.reshape(heads, layout.pages)
+
+    def _give(self, flying: "_Flying") -> None:
+        """Give Frames back that nothing was put into."""
+        self.flying_bytes -= self.unit_frames_bytes(flying.unit)
+        self.residency.hot.tier.give(flying.unit.layer, flying.frames.reshape(-1))
+
+    def _put(self, unit: Unit, frames: FrameArray, payload: torch.Tensor) -> None:
+        """Copy a payload into Frames that were taken, which are HOT's copy from now on."""
+        hot = self.residency.hot
+        layout = self.extents.layout(unit)
         scatter(payload, layout, hot.tier.memory(unit.layer), torch.from_numpy(frames))
         hot.put(unit.layer, unit.segment.slot, 0, frames)
 
@@ -175,7 +253,7 @@ class Mover:
         packed = write.keys.new_empty(write.keys.numel() + write.values.numel())
         order = write.unit.segment.orders[write.unit.layer]
         pack(write.keys, write.values, order, packed)
-        self._place(write.unit, packed)
+        self._put(write.unit, self._take(write.unit), packed)
 
     # ---- Frames of a Tail -------------------------------------------------------------------
 

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from kvtier.errors import ConfigError
+from kvtier.tiering.extent_format import extent_bytes
 from kvtier.tiering.extent_io import ExtentIO, Unit, UnitWrite
 from kvtier.tiering.geometry import SEGMENT_TOKENS, Geometry, pages_of
 from kvtier.tiering.packing import TORCH_DTYPES
+from kvtier.tiering.registry import Registry
 from kvtier.tiering.residency import Residency
 from kvtier.tiering.segment import Segment, SegmentView
 from kvtier.tiering.sequence import Sequence
@@ -41,12 +43,18 @@ class Writer:
     """Appends to Tails and seals them. Callers hold the store's lock."""
 
     def __init__(
-        self, geometry: Geometry, residency: Residency, mover: Mover, extents: ExtentIO
+        self,
+        geometry: Geometry,
+        residency: Residency,
+        mover: Mover,
+        extents: ExtentIO,
+        registry: Registry,
     ) -> None:
         self.geometry = geometry
         self.residency = residency
         self.mover = mover
         self.extents = extents
+        self.registry = registry
         self.growing: set[Sequence] = set()
         """Sequences that may have a Tail."""
         self._last_layer = 0
@@ -124,8 +132,7 @@ class Writer:
     def forget(self, segments: list[Segment]) -> None:
         """Give up Segments that nobody else has seen."""
         for segment in segments:
-            self.extents.free(segment)
-            self.residency.give_slot(segment.slot)
+            self.registry.forget(segment)
 
     def _check(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not 0 <= layer < len(self.geometry.layers):
@@ -179,13 +186,13 @@ class Writer:
         )
         self.residency.touch(np.array([layer]), np.array([segment.slot]))
 
-    def _write_from_frames(self, segment: Segment, layer: int) -> None:
-        unit = Unit(segment, layer)
-        keys, values = self.mover.tensors(unit)
-        write = UnitWrite(unit, keys, values)
-        self.extents.write([write])
-        self.residency.on_nvme[layer, segment.slot] = True
-        self.mover.reorder(write)
+    def _write_from_frames(self, units: list[Unit]) -> None:
+        """Write units of frozen Segments that HOT alone has, as one batch."""
+        writes = [UnitWrite(unit, *self.mover.tensors(unit)) for unit in units]
+        self.extents.write(writes)
+        for write in writes:
+            self.residency.on_nvme[write.unit.layer, write.unit.segment.slot] = True
+            self.mover.reorder(write)
 
     def _collect(self, sequence: Sequence) -> bool:
         """Move Segments that are complete in all layers from the Tail to the views."""
@@ -231,12 +238,18 @@ class Writer:
         return new * sum(self.geometry.frames_bytes(layer, 1) for layer in layers)
 
     def _dirty_bytes(self) -> int:
-        """Bytes of Frames that hold the only copy of their Pages, and of those promised."""
+        """Bytes of Frames that hold the only copy of their Pages, of those promised, and of those
+        that reads on their way will fill."""
         hot = self.residency.hot
         dirty = np.where(self.residency.on_nvme, 0, hot.pages).sum(axis=1)
-        return int(dirty @ self.mover.frame_bytes) + sum(
-            each.reserved_bytes for each in self.growing
-        )
+        promised = sum(each.reserved_bytes for each in self.growing)
+        return int(dirty @ self.mover.frame_bytes) + promised + self.mover.flying_bytes
+
+    def spare_bytes(self) -> int:
+        """Bytes of HOT that reads on their way may take beyond those they have, so that passes
+        keep what they were promised and one whole unit can be read through."""
+        room = self.residency.hot.tier.limit_bytes - unit_bytes_max(self.geometry)
+        return max(0, room - self._dirty_bytes())
 
     def _sealable(self) -> list[Sequence]:
         """Sequences whose Pages in HOT alone may be written now, the longest Tail first."""
@@ -273,11 +286,48 @@ class Writer:
         self.write_out(sequence)
 
     def write_out(self, sequence: Sequence) -> None:
-        """Write every frozen Segment of a Sequence that exists in HOT alone."""
+        """Write every frozen Segment of a Sequence that exists in HOT alone, and anew what a flush
+        that failed may have lost."""
         for view in sequence.views:
-            for layer, extent in enumerate(view.segment.extents):
-                if extent is None:
-                    self._write_from_frames(view.segment, layer)
+            segment = view.segment
+            again = self.extents.may_be_lost(segment)
+            units = [Unit(segment, layer) for layer in range(segment.layers)]
+            self._write_from_frames([u for u in units if segment.extents[u.layer] is None])
+            if again:
+                # One by one: HOT need not have room for more. Room on the drive may take a flush,
+                # which may fail too: then it counts as lost once more.
+                epoch = self.extents.device.failed_flushes
+                for unit in units:
+                    self._take_back(unit)
+                    self._write_from_frames([unit])
+                segment.flush_epoch = epoch
+
+    def unsaved_bytes(self, sequence: Sequence) -> int:
+        """Bytes that the Extents of a Sequence take which no row of the catalog names yet."""
+        counts = [v.segment.token_count for v in sequence.views if v.segment.catalog_id is None]
+        counts.append(sequence.length() - sequence.sealed_tokens)
+        layers = range(len(self.geometry.layers))
+        return sum(
+            extent_bytes(self.geometry, layer, count)
+            for count in counts
+            if count
+            for layer in layers
+        )
+
+    def _take_back(self, unit: Unit) -> None:
+        """Make HOT the only place of an uncommitted unit. Raises FormatError, DeviceError."""
+        segment, layer = unit.segment, unit.layer
+        loaded = self.mover.load([unit])
+        assert loaded, "HOT always has room for one unit"
+        keys, values = self.mover.tensors(unit)
+        self.registry.free_extents(segment, [layer])
+        segment.orders[layer] = None
+        # Frames in the order that a placement chose would be taken for the order of positions.
+        self.residency.on_nvme[layer, segment.slot] = False
+        self.residency.hot.drop(layer, segment.slot)
+        self.residency.host.drop(layer, segment.slot)
+        segment.filled[layer] = 0
+        self.mover.append(segment, layer, keys, values)
 
     # ---- copy-on-write ----------------------------------------------------------------------
 

@@ -1,25 +1,23 @@
 """The kvtier command. Each command imports what it needs inside, so that ls answers at once."""
 
-import json
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvtier import __version__
 from kvtier.errors import KvtierError
-
-EXIT_FOUND = 1
-EXIT_REFUSED = 2
-EXIT_STOPPED = 130
-EXIT_CODES = (
-    "Exit codes: 0 all well; 1 verify found something, or the demo broke a promise; "
-    "2 the request could not be carried out (bad arguments, not a store, device refused); "
-    "130 stopped from the keyboard."
+from kvtier.tools import operator_commands
+from kvtier.tools.command_parts import (
+    EXIT_CODES,
+    EXIT_FOUND,
+    EXIT_REFUSED,
+    JsonOption,
+    StoreArgument,
+    print_json,
+    show,
+    stoppable,
 )
 
 app = typer.Typer(
@@ -31,9 +29,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-# Paths are taken as str: checking a Path makes typer build much slower.
-StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help="The store's directory.")]
 ModelOption = Annotated[
     str | None,
     typer.Option(metavar="MODEL", help="Folder, .gguf file or hub id; else the demo's own model."),
@@ -56,6 +51,11 @@ OutputOption = Annotated[
 DeviceOption = Annotated[
     str | None, typer.Option(metavar="PATH", help="Block device to try direct I/O on.")
 ]
+RateOption = Annotated[str, typer.Option(metavar="SIZE", help="Bytes read per second.")]
+LostRegionOption = Annotated[
+    str | None, typer.Option(metavar="PATH", help="The region, if store.yaml is lost too.")
+]
+ReplaceOption = Annotated[bool, typer.Option("--force", help="Replace a catalog that can be read.")]
 OptionalStore = Annotated[
     str | None, typer.Argument(metavar="STORE", help="Also show what its KV is valid for.")
 ]
@@ -86,18 +86,8 @@ def common(
     """Options that belong to no command."""
 
 
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """An interrupt from the keyboard is one word and its own exit code, not typer's."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        raise typer.Exit(EXIT_STOPPED) from None
-
-
 @app.command(epilog=EXIT_CODES)
-@_stoppable()
+@stoppable()
 def demo(
     *,
     model: ModelOption = None,
@@ -114,9 +104,9 @@ def demo(
     Takes a few minutes on a small CPU. Compares every token with DynamicCache, and ends with
     a table and a chart.
     """
+    from kvtier.tools import demo_report
     from kvtier.tools.demo import run
     from kvtier.tools.demo_options import DemoOptions
-    from kvtier.tools.demo_report import show
 
     options = DemoOptions(
         model=model,
@@ -129,9 +119,9 @@ def demo(
     )
     result = run(options)
     if as_json:
-        _print_json(result.to_dict())
+        print_json(result.to_dict())
     else:
-        show(result, options.chart_path)
+        demo_report.show(result, options.chart_path)
     broken = result.broken_promises()
     for line in broken:
         print(f"kvtier: not as promised: {line}", file=sys.stderr)
@@ -150,10 +140,7 @@ def doctor(
     from kvtier.tools.text_table import terminal_width
 
     found = room.diagnose(_path(store), device)
-    if as_json:
-        _print_json(found.to_dict())
-    else:
-        print(room.render(found, terminal_width()))
+    show(found.to_dict(), room.render(found, terminal_width()), as_json=as_json)
 
 
 @app.command("ls", epilog=EXIT_CODES)
@@ -164,24 +151,48 @@ def list_store(store: StoreArgument, as_json: JsonOption = False) -> None:
     from kvtier.tools.text_table import terminal_width, warning
 
     description = describe(Path(store))
-    if as_json:
-        _print_json(description.to_dict())
-    else:
-        print(listing_text(description, terminal_width(), warning))
+    text = listing_text(description, terminal_width(), warning)
+    show(description.to_dict(), text, as_json=as_json)
 
 
 @app.command(epilog=EXIT_CODES)
-@_stoppable()
+@stoppable()
 def verify(store: StoreArgument, as_json: JsonOption = False) -> None:
     """Read everything a store holds and check it; exit code 1 if anything is found."""
     from kvtier.tiering.verifier import verify as check
-    from kvtier.tools.store_text import report_text
+    from kvtier.tools.store_text import verify_text
 
     report = check(Path(store))
-    if as_json:
-        _print_json(report.to_dict())
-    else:
-        print(report_text(report))
+    show(report.to_dict(), verify_text(report), as_json=as_json)
+    if not report.ok:
+        raise typer.Exit(EXIT_FOUND)
+
+
+@app.command(epilog=EXIT_CODES)
+@stoppable()
+def scrub(store: StoreArgument, rate: RateOption = "100MiB", as_json: JsonOption = False) -> None:
+    """Read everything slowly, and put out of use what is damaged; exit code 1 if anything is."""
+    from kvtier.tools import scrub as room
+
+    report = room.scrub(Path(store), rate)
+    show(report.to_dict(), room.scrub_text(report), as_json=as_json)
+    if not report.ok:
+        raise typer.Exit(EXIT_FOUND)
+
+
+@app.command(epilog=EXIT_CODES)
+@stoppable()
+def rebuild(
+    store: StoreArgument,
+    region: LostRegionOption = None,
+    force: ReplaceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a lost catalog anew from the region; exit code 1 if something did not come back."""
+    from kvtier.tools import rebuild as room
+
+    report = room.rebuild(Path(store), region, force=force)
+    show(report.to_dict(), room.rebuild_text(report), as_json=as_json)
     if not report.ok:
         raise typer.Exit(EXIT_FOUND)
 
@@ -190,8 +201,7 @@ def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
 
 
-def _print_json(content: dict[str, Any]) -> None:
-    print(json.dumps(content, indent=2, default=os.fspath))
+app.add_typer(operator_commands.app)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvtier.tiering.region_state import PRESENT, region_advice
-from kvtier.tools.text_table import human_bytes, table
+from kvtier.tools.text_table import counted, human_bytes, table
 
 if TYPE_CHECKING:
-    from kvtier.tiering.listing import StoreDescription
-    from kvtier.tiering.verifier import Report
+    from kvtier.tiering.findings import Report
+    from kvtier.tiering.listing import NameEntry, StoreDescription
 
 FINDINGS_SHOWN_MAX = 200
+WHAT_TO_DO = "kvtier scrub puts out of use what is damaged, then kvtier rm --damaged removes it"
 
 
 def listing_text(
@@ -23,20 +24,25 @@ def listing_text(
     line_width: of the terminal. emphasis: makes a line stand out, where the region is not whole.
     """
     lines = [
-        f"store {store.uuid}, format version {store.format_version}",
+        f"store {store.uuid}, catalog version {store.catalog_version}",
         f"region {store.region_path}: {human_bytes(store.used_bytes)} used, "
         f"{human_bytes(store.free_bytes)} free of {human_bytes(store.region_bytes)}",
     ]
     if store.region_state != PRESENT:
         lines.append(emphasis(region_advice(store.region_state, store.region_bytes)))
     lines.append("")
-    if not store.segments:
+    blobs = store.blobs
+    if blobs.slabs:
+        lines += [
+            f"{counted(blobs.count, 'blob')} of {human_bytes(blobs.bytes)} in "
+            f"{counted(blobs.slabs, 'slab')} of {human_bytes(blobs.slab_bytes)}"
+            f"{_out_of_use(blobs.quarantined_slabs)}",
+            "",
+        ]
+    elif not store.segments:
         return "\n".join([*lines, "nothing is stored"])
     if store.names:
-        rows = [
-            (n.name, n.tokens, "held" if n.held else "", n.created, n.fingerprint[:12])
-            for n in store.names
-        ]
+        rows = [(n.name, n.tokens, _state(n), n.created, n.fingerprint[:12]) for n in store.names]
         lines += [table(("name", "tokens", "", "saved", "fingerprint"), rows, line_width), ""]
     prints = [(f.hex[:12], f.segments, f.tokens) for f in store.fingerprints]
     lines += [table(("fingerprint", "segments", "tokens"), prints, line_width), ""]
@@ -54,19 +60,41 @@ def listing_text(
         for s in store.segments
     ]
     heads = ("segment", "fingerprint", "provenance", "start", "tokens", "bytes", "tiers", "")
-    return "\n".join([*lines, table(heads, segments, line_width)])
+    return "\n".join([*lines, table(heads, segments, line_width)] if segments else lines)
+
+
+def _out_of_use(slabs: int) -> str:
+    return f" ({counted(slabs, 'slab')} quarantined)" if slabs else ""
+
+
+def _state(name: "NameEntry") -> str:
+    """Whether it is damaged, and how long it is held."""
+    words = ["damaged"] if name.damaged else []
+    if name.held:
+        words.append("held" if name.held_until is None else f"held until {name.held_until}")
+    return ", ".join(words)
 
 
 def report_text(report: "Report") -> str:
     """What was checked and every finding, up to a bound."""
     lines = [
-        f"checked {report.segments_checked} segments, {report.extents_checked} extents, "
-        f"{report.pages_checked} pages; read {human_bytes(report.bytes_read)}"
+        f"checked {counted(report.segments_checked, 'segment')}, "
+        f"{counted(report.extents_checked, 'extent')}, {counted(report.pages_checked, 'page')}, "
+        f"{counted(report.blobs_checked, 'blob')}; "
+        f"read {human_bytes(report.bytes_read)}"
     ]
     lines += [f"{f.kind}: {f.where}: {f.what}" for f in report.findings[:FINDINGS_SHOWN_MAX]]
     hidden = len(report.findings) - FINDINGS_SHOWN_MAX
     if hidden > 0:
         lines.append(f"and {hidden} more (--json lists all)")
-    count = len(report.findings)
-    lines.append("nothing found" if report.ok else f"{count} finding{'s' if count > 1 else ''}")
+    lines.append("nothing found" if report.ok else counted(len(report.findings), "finding"))
     return "\n".join(lines)
+
+
+def verify_text(report: "Report") -> str:
+    """What was checked, every finding, and what to do about them."""
+    text = report_text(report)
+    # Of a region that is missing or cut the findings say themselves what to do.
+    if all(finding.kind == "region" for finding in report.findings):
+        return text
+    return f"{text}\n{WHAT_TO_DO}"

@@ -1,4 +1,4 @@
-"""Plain aligned tables and byte counts for the commands that must answer at once (no rich)."""
+"""Plain tables, counts and sizes in words for the commands that must answer at once (no rich)."""
 
 import os
 import shutil
@@ -58,6 +58,11 @@ def _wrapped(line: list[str], width: int) -> list[list[str]]:
     )
     blank = [""] * (len(line) - 1)
     return [[*(line[:-1] if i == 0 else blank), piece] for i, piece in enumerate(pieces)]
+
+
+def counted(number: int, noun: str) -> str:
+    """A count in words: 1 segment, 2 segments."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def human_bytes(nbytes: int) -> str:

@@ -301,18 +301,25 @@ class TieredCache(Cache):
     def __exit__(self, *args: object) -> None:
         self.close()
 
-    def save(self, name: str, tokens: torch.Tensor | Listing[int] | None = None) -> int:
-        """Seal, flush and hold; returns the tokens saved. Survives the process.
+    def save(
+        self,
+        name: str,
+        tokens: torch.Tensor | Listing[int] | None = None,
+        *,
+        hold: bool | float | None = None,
+    ) -> int:
+        """Seal and flush; returns the tokens saved. Survives the process.
 
         tokens: what the model put out, [tokens] or [batch, tokens], padding included; default:
         the ids that the model was seen to read. Rows of a batch are saved as NAME/0, NAME/1, ...
-        Padding is never stored, neither on the left nor behind the end of a row. Raises
-        ConfigError when the length does not fit the KV held.
+        Padding is never stored, neither on the left nor behind the end of a row. hold: keep it
+        from eviction (True, or for so many seconds); None: as the name was before. Raises
+        ConfigError when the length does not fit the KV held, CapacityError past the cap of holds.
         """
         rows = self.rows
         if tokens is None:
             return sum(
-                self._save_row(name, row, sequence.tokens.astype(np.int64))
+                self._save_row(name, row, sequence.tokens.astype(np.int64), hold)
                 for row, sequence in enumerate(rows.sequences)
             )
         ids = as_batch(tokens, "tokens")
@@ -322,23 +329,25 @@ class TieredCache(Cache):
                 f"tokens {list(ids.shape)} do not fit the KV held: {len(rows.sequences)} rows of "
                 f"{held} tokens (or {held + 1}, the last not read by the model)"
             )
-        return sum(self._save_row(name, row, ids[row, pad:]) for row, pad in enumerate(rows.pads))
+        return sum(
+            self._save_row(name, row, ids[row, pad:], hold) for row, pad in enumerate(rows.pads)
+        )
 
     def _row_name(self, name: str, row: int) -> str:
         return name if len(self.rows.sequences) == 1 else f"{name}/{row}"
 
-    def _save_row(self, name: str, row: int, stream: Ids) -> int:
+    def _save_row(self, name: str, row: int, stream: Ids, hold: bool | float | None) -> int:
         rows = self.rows
         sequence = rows.sequences[row]
         end = self._end(stream)
         row_name = self._row_name(name, row)
         if end >= sequence.length():
-            return rows.store.save(sequence, row_name, stream[: sequence.length()])
+            return rows.store.save(sequence, row_name, stream[: sequence.length()], hold=hold)
         # The row ended before others of its batch: what follows is padding.
         ended = rows.store.fork(sequence)
         try:
             rows.store.crop(ended, min(end, ended.length()))
-            return rows.store.save(ended, row_name, stream[: ended.length()])
+            return rows.store.save(ended, row_name, stream[: ended.length()], hold=hold)
         finally:
             rows.store.release(ended)
 

@@ -16,6 +16,8 @@ from kvtier.tiering.packing import TORCH_DTYPES
 
 LAYER_KINDS = ("full_attention", "sliding_attention")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+ADAPTER_SETTINGS = ("scaling", "use_dora", "use_rslora", "lora_alpha")
+"""What an adapter's layer keeps per adapter, beside weights, that changes what it computes."""
 # Fields of a config that say where a model came from or how it is run, not what it computes.
 RUNTIME_FIELDS = {
     "_name_or_path",
@@ -69,8 +71,8 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
     return Geometry(tuple(layers), dtypes[model.dtype])
 
 
-def fingerprint_of(model: PreTrainedModel, geometry: Geometry, namespace: str) -> Fingerprint:
-    """Digest of weights, config, rotary settings, active adapters, shapes and namespace.
+def fingerprint_of(model: PreTrainedModel, geometry: Geometry, tenant: Any) -> Fingerprint:
+    """Digest of weights, config, rotary settings, active adapters, shapes and tenant.
 
     Raises UnsupportedError for rotary embeddings that change with the length of the text:
     the KV of a prefix would then depend on what follows it.
@@ -89,9 +91,9 @@ def fingerprint_of(model: PreTrainedModel, geometry: Geometry, namespace: str) -
             "weights": weights_digest(model),
             "config": hashlib.sha256(canonical.encode()).hexdigest(),
             "rotary": rotary,
-            "adapter": _adapters(model),
+            "adapter": _adapters_digest(model),
             "geometry": geometry.to_dict(),
-            "namespace": namespace,
+            "namespace": tenant,
         }
     )
 
@@ -99,14 +101,14 @@ def fingerprint_of(model: PreTrainedModel, geometry: Geometry, namespace: str) -
 def weights_state(model: torch.nn.Module) -> int:
     """Changes when a weight or buffer is replaced or changed in place; costs microseconds each.
 
-    What is changed through `.data` is not noticed here, but by the digest at the next open.
+    So it does when an adapter is switched. What is changed through `.data` is not noticed here,
+    but by the digest at the next open.
     """
-    return hash(
-        tuple(
-            (each.data_ptr(), 0 if each.is_inference() else each._version)
-            for each in [*model.parameters(), *model.buffers()]
-        )
+    tensors = tuple(
+        (each.data_ptr(), 0 if each.is_inference() else each._version)
+        for each in [*model.parameters(), *model.buffers()]
     )
+    return hash((tensors, tuple(_adapters(model))))
 
 
 def weights_digest(model: torch.nn.Module) -> str:
@@ -144,8 +146,27 @@ def _rotary(model: torch.nn.Module) -> list[dict[str, Any]]:
     return found
 
 
-def _adapters(model: PreTrainedModel) -> list[str]:
-    """Names of active adapters; their weights are among the parameters."""
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        return []
-    return sorted(str(each) for each in model.active_adapters())
+def _adapters_digest(model: torch.nn.Module) -> str | None:
+    """None: no adapter. Each layer's would be too long for a description."""
+    layers = _adapters(model)
+    return hashlib.sha256(json.dumps(layers).encode()).hexdigest() if layers else None
+
+
+def _adapters(model: torch.nn.Module) -> list[str]:
+    """Which adapters act in which layer, and how strongly; their weights are among the parameters.
+
+    Read off the layers themselves, because adapters may be injected without the model's knowing.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if not hasattr(module, "adapter_layer_names"):
+            continue
+        layer: Any = module
+        settings = {
+            kind: {each: str(value) for each, value in vars(layer)[kind].items()}
+            for kind in ADAPTER_SETTINGS
+            if isinstance(vars(layer).get(kind), dict)
+        }
+        active = [] if layer.disable_adapters else list(layer.active_adapters)
+        found.append(f"{name} {active} merged {list(layer.merged_adapters)} {settings}")
+    return found

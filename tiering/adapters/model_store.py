@@ -119,11 +119,12 @@ class ModelStore(Store):
 
 
 def open_for_model(
-    path: str | Path, model: PreTrainedModel, namespace: str, config: Config
+    path: str | Path, model: PreTrainedModel, tenant: Any, config: Config
 ) -> ModelStore:
-    """Open the store in a directory for a model, or make one there. See kvtier.open."""
+    """Open the store in a directory for a model, or make one there. See kvtier.open; tenant: as
+    fingerprint.tenant makes it."""
     geometry = geometry_of(model)
-    fingerprint = fingerprint_of(model, geometry, namespace)
+    fingerprint = fingerprint_of(model, geometry, tenant)
     store = ModelStore.open(path, geometry, fingerprint, config)
     try:
         store.attach(model)

@@ -1,0 +1,188 @@
+"""The Segments of one model that this process knows: found by their tokens, and counted in use.
+
+Invariants:
+- What the index finds is committed, sound and not quarantined.
+- A Segment has a slot while a Sequence views it or a memory tier holds a Page of it.
+- A Segment that was never committed goes with its last view; a committed one stays known until it
+  is removed from the drive.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvtier.errors import FormatError
+from kvtier.io.catalog import NameRow, SegmentRow
+from kvtier.tiering.catalog_rows import RowChecker
+from kvtier.tiering.chain import Tokens
+from kvtier.tiering.fingerprint import Provenance
+from kvtier.tiering.ledger import Ledger
+from kvtier.tiering.prefix_index import PrefixIndex
+from kvtier.tiering.residency import Residency
+from kvtier.tiering.segment import NO_SLOT, Segment, SegmentView
+
+_log = logging.getLogger("kvtier")
+
+
+class Registry:
+    """Callers hold the store's lock."""
+
+    def __init__(self, ledger: Ledger, residency: Residency) -> None:
+        self.ledger = ledger
+        self.catalog = ledger.catalog
+        self.inventory = ledger.inventory
+        self.residency = residency
+        self.indexes: dict[Provenance, PrefixIndex] = {}
+        self.committed: dict[int, Segment] = {}
+        self.failed: list[Segment] = []
+        """Segments that the device could not read since the store was opened."""
+
+    def index(self, provenance: Provenance) -> PrefixIndex:
+        return self.indexes.setdefault(provenance, PrefixIndex())
+
+    # ---- from the catalog -------------------------------------------------------------------
+
+    def load(self, rows: Iterable[SegmentRow], layers: int) -> None:
+        """Make every Segment of these rows findable: those of one fingerprint, ordered by id.
+
+        A row that cannot be true is left out, with what hangs below it, and a warning says so.
+        """
+        checker = RowChecker(layers)
+        for row in rows:
+            problem = checker.problem(row)
+            if problem is not None:
+                _log.warning("%s: segment %s is not used: %s", self.catalog.path, row.id, problem)
+                self.inventory.entries[row.id].sound = False
+                continue
+            self._load_row(row, layers)
+
+    def _load_row(self, row: SegmentRow, layers: int) -> None:
+        parent = None if row.parent_id is None else self.committed[row.parent_id]
+        segment = Segment(
+            start=row.start_position,
+            layers=layers,
+            provenance=Provenance.parse(row.provenance),
+            parent=None if parent is None else SegmentView(parent, row.parent_limit),
+            token_count=row.token_count,
+            frozen=True,
+            filled=[row.token_count] * layers,
+            extents=list(self.inventory.entries[row.id].extents),
+            generation=row.generation,
+            tokens=np.frombuffer(row.tokens, "<u4"),
+            start_digest=row.start_digest,
+            end_digest=row.end_digest,
+            catalog_id=row.id,
+            quarantined=row.quarantined,
+        )
+        self.committed[row.id] = segment
+        if not segment.quarantined:
+            self.index(segment.provenance).add(segment)
+
+    def add(self, segment: Segment, catalog_id: int) -> None:
+        """A Segment is committed now."""
+        segment.catalog_id = catalog_id
+        self.committed[catalog_id] = segment
+        self.index(segment.provenance).add(segment)
+
+    def tokens_of(self, name: NameRow) -> tuple[Tokens, Provenance]:
+        """All tokens that a name stands for. Raises FormatError where its row cannot be true."""
+        segment = self.committed.get(name.segment_id)
+        if segment is None or not 0 < name.limit <= segment.token_count:
+            raise FormatError(f"the catalog's row of the name {name.name!r} is damaged")
+        view: SegmentView | None = SegmentView(segment, name.limit)
+        parts: list[Tokens] = []
+        while view is not None:
+            parts.insert(0, view.segment.named_tokens[: view.limit])
+            view = view.segment.parent
+        tokens: Tokens = np.concatenate(parts)
+        if len(tokens) != name.token_count:
+            raise FormatError(
+                f"the name {name.name!r} counts {name.token_count} tokens, its segments hold "
+                f"{len(tokens)}"
+            )
+        return tokens, segment.provenance
+
+    # ---- use --------------------------------------------------------------------------------
+
+    def in_use(self, catalog_id: int) -> bool:
+        """Whether a Sequence views this Segment."""
+        segment = self.committed.get(catalog_id)
+        return segment is not None and segment.references > 0
+
+    def acquire(self, segment: Segment) -> None:
+        """One more view of a Segment; it gets a slot if it has none."""
+        segment.references += 1
+        if segment.slot == NO_SLOT:
+            if not self.residency.has_free_slot:
+                self.forget_unused()
+            segment.slot = self.residency.take_slot()
+            self.residency.on_nvme[:, segment.slot] = True
+
+    def release(self, segment: Segment) -> None:
+        """One view less. A Segment that was never committed goes with its last view."""
+        assert segment.references > 0
+        segment.references -= 1
+        if segment.references == 0 and segment.catalog_id is None:
+            self.forget(segment)
+
+    def forget(self, segment: Segment) -> None:
+        """Give back the Extents and Frames of a Segment that the catalog does not name."""
+        self.free_extents(segment, range(segment.layers))
+        self._give_slot(segment)
+
+    def free_extents(self, segment: Segment, layers: Iterable[int]) -> None:
+        """Give back Extents of a Segment that the catalog does not name, where it has them."""
+        assert segment.catalog_id is None
+        layers = list(layers)
+        held = [segment.extents[layer] for layer in layers]
+        self.ledger.release([extent for extent in held if extent is not None])
+        for layer in layers:
+            segment.extents[layer] = None
+
+    def forget_unused(self) -> None:
+        """Give back the slots of committed Segments that nobody views and no memory holds."""
+        for segment in self.committed.values():
+            slot = segment.slot
+            if slot != NO_SLOT and not segment.references and not self.residency.holds(slot):
+                self._give_slot(segment)
+
+    def _give_slot(self, segment: Segment) -> None:
+        self.residency.give_slot(segment.slot)
+        segment.slot = NO_SLOT
+
+    # ---- gone -------------------------------------------------------------------------------
+
+    def quarantine(self, segments: Sequence[Segment]) -> None:
+        """Take Segments that were marked so out of the index. Of the damaged ones the catalog notes
+        it; the device could not read the others, which are tried again at the next open."""
+        for segment in segments:
+            if segment.catalog_id is not None and self._unlist(segment):
+                if segment.damaged:
+                    self.catalog.set_quarantined(segment.catalog_id, True)
+                    self.inventory.entries[segment.catalog_id].quarantined = True
+                else:
+                    self.failed.append(segment)
+
+    def _unlist(self, segment: Segment) -> bool:
+        """Take a Segment out of the index. False: it was not in."""
+        index = self.index(segment.provenance)
+        if index.find(segment.parent, segment.named_tokens) is not segment:
+            return False
+        index.remove(segment)
+        return True
+
+    def drop(self, catalog_ids: Iterable[int]) -> None:
+        """Forget Segments that were removed from the drive; ids of other models are ignored."""
+        for catalog_id in catalog_ids:
+            segment = self.committed.pop(catalog_id, None)
+            if segment is None:
+                continue
+            assert not segment.references
+            self._unlist(segment)
+            if segment.slot != NO_SLOT:
+                self._give_slot(segment)
+            # Whoever still holds the object must not free what belongs to others by now.
+            segment.extents = [None] * segment.layers
+            if segment in self.failed:
+                self.failed.remove(segment)

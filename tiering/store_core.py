@@ -1,0 +1,323 @@
+"""A store's parts and its life: opened, asked what it holds, told what to keep or remove, closed.
+
+Invariants:
+- Public methods hold one lock; a Store may be used from many threads. A call that is broken off
+  by KeyboardInterrupt leaves a Store that can only be closed.
+"""
+
+import logging
+import uuid
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Self
+from weakref import WeakSet
+
+from kvtier.errors import ClosedError, ConfigError, KvtierError
+from kvtier.io.buffers import BufferPool
+from kvtier.io.catalog import NameRow
+from kvtier.tiering.background_scrub import background_scrub
+from kvtier.tiering.blobs import BlobShelf, blob_key, blob_view
+from kvtier.tiering.committer import Committer, add_fingerprint
+from kvtier.tiering.config import Config
+from kvtier.tiering.drive_space import DriveSpace
+from kvtier.tiering.extent_io import ExtentIO, Owner, bounce_bytes
+from kvtier.tiering.fingerprint import Fingerprint
+from kvtier.tiering.frames import MemoryTier
+from kvtier.tiering.geometry import Geometry
+from kvtier.tiering.holds import Holds
+from kvtier.tiering.ledger import Change
+from kvtier.tiering.opening import OpenFiles, open_files
+from kvtier.tiering.packing import Placement, PositionOrder
+from kvtier.tiering.process_lock import ProcessLock
+from kvtier.tiering.reader import Reader
+from kvtier.tiering.registry import Registry
+from kvtier.tiering.removal import plan_clear, plan_removal
+from kvtier.tiering.residency import Residency
+from kvtier.tiering.restorer import Restorer
+from kvtier.tiering.scrubber import RATE_DEFAULT, Scrubber
+from kvtier.tiering.sequence import Sequence
+from kvtier.tiering.stats import StoreStats, collect
+from kvtier.tiering.transfer import Mover
+from kvtier.tiering.writer import Writer, hot_bytes_min
+
+_log = logging.getLogger("kvtier")
+
+# A Mapping's keys are invariant: each kind of key must be named.
+KeyedBlobs = Mapping[str, object] | Mapping[bytes, object] | Mapping[str | bytes, object]
+
+
+class StoreCore:
+    """Everything of a Store but its Sequences' tokens and attention (store.py)."""
+
+    def __init__(
+        self,
+        files: OpenFiles,
+        geometry: Geometry,
+        fingerprint: Fingerprint,
+        config: Config,
+        placement: Placement,
+    ) -> None:
+        region = files.region
+        self.geometry = geometry
+        self.fingerprint = fingerprint
+        self._files = files
+        self._lock = ProcessLock("this store")
+        self._closed = False
+        self._scrubber: Scrubber | None = None
+        self._to_release: deque[list[Sequence]] = deque()
+        self._own: WeakSet[Sequence] = WeakSet()
+        buffers = BufferPool(bounce_bytes(geometry))
+        region.device.register(buffers.memory)
+        owner = Owner(uuid.UUID(region.store_uuid).bytes, fingerprint.digest)
+        hot = MemoryTier("HOT", config.hot_bytes, geometry)
+        host = MemoryTier("HOST", config.host_bytes, geometry)
+        ledger, allocator = files.ledger, files.allocator
+        self._ledger = ledger
+        self._residency = Residency(geometry, hot, host)
+        self._registry = Registry(ledger, self._residency)
+        self._space = DriveSpace(allocator, ledger, self._registry)
+        self._extents = ExtentIO(geometry, owner, region.device, self._space, buffers, placement)
+        self._mover = Mover(geometry, self._residency, self._extents)
+        self._writer = Writer(geometry, self._residency, self._mover, self._extents, self._registry)
+        self._reader = Reader(geometry, self._residency, self._mover)
+        self._restorer = Restorer(
+            geometry, self._residency, self._mover, self._extents, self._registry, ledger
+        )
+        self._holds = Holds(ledger, config.hold_limit_bytes(allocator.end - allocator.start))
+        self._fingerprint_id = add_fingerprint(files, self._space, fingerprint, geometry)
+        self._committer = Committer(
+            self._registry, ledger, self._space, self._extents, self._fingerprint_id
+        )
+        own = [row for row in files.rows if row.fingerprint_id == self._fingerprint_id]
+        files.rows.clear()
+        self._registry.load(own, len(geometry.layers))
+        self._blobs = BlobShelf(self._extents, ledger, self._fingerprint_id)
+        self._blobs.load()
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        geometry: Geometry,
+        fingerprint: Fingerprint,
+        config: Config | None = None,
+        placement: Placement | None = None,
+    ) -> Self:
+        """Open the store in a directory, or make one there.
+
+        Raises ConfigError, CapacityError, LockedError, ForeignDataError, WrongStoreError,
+        FormatError, DeviceError; on an error nothing stays open.
+        """
+        config = config or Config()
+        minimum = hot_bytes_min(geometry)
+        if config.hot_bytes < minimum:
+            raise ConfigError(
+                f"hot is {config.hot_bytes} bytes; this model needs at least {minimum} bytes: "
+                "one layer of 512 tokens, and a page of new tokens in every layer"
+            )
+        files = open_files(Path(path), config)
+        try:
+            return cls(files, geometry, fingerprint, config, placement or PositionOrder())
+        except BaseException:
+            files.close()
+            raise
+
+    # ---- what is stored ---------------------------------------------------------------------
+
+    def names(self) -> list[NameRow]:
+        """What was saved for this model."""
+        with self._lock:
+            self._require_open()
+            return self._files.catalog.names(self._fingerprint_id)
+
+    def hold(self, name: str, seconds: float | None = None) -> None:
+        """Keep a name's Segments from eviction, for so many seconds or until `unhold`.
+
+        Raises ConfigError (no such name), CapacityError beyond the cap (Config.hold_limit).
+        """
+        with self._lock:
+            self._require_open()
+            self._holds.hold((self._fingerprint_id, name), seconds)
+
+    def unhold(self, name: str) -> None:
+        """End the hold of a name. Raises ConfigError (no such name)."""
+        with self._lock:
+            self._require_open()
+            self._holds.unhold((self._fingerprint_id, name))
+
+    def unhold_all(self) -> list[str]:
+        """End every hold of this model; returns the names."""
+        with self._lock:
+            self._require_open()
+            return self._holds.unhold_all(self._fingerprint_id)
+
+    def remove(self, name: str) -> int:
+        """Remove a name, and the Segments that nobody else needs; returns how many those were.
+
+        Once it has returned they are gone for good, a scan of the region included. Segments that
+        an open Sequence views stay until that is released and they are evicted. Raises
+        ConfigError (no such name), DeviceError.
+        """
+        with self._lock:
+            self._require_open()
+            key = (self._fingerprint_id, name)
+            if key not in self._files.inventory.names:
+                raise ConfigError(f"there is no name {name!r} to remove")
+            return self._remove(plan_removal(self._files.inventory, [key], self._registry.in_use))
+
+    def clear(self) -> int:
+        """Remove every name, every Blob, and every Segment that no open Sequence needs, other
+        models' too; returns how many Segments those were. Raises DeviceError."""
+        with self._lock:
+            self._require_open()
+            self._blobs.forget_unsealed()
+            return self._remove(plan_clear(self._files.inventory, self._registry.in_use))
+
+    def _remove(self, change: Change) -> int:
+        self._ledger.apply(change)
+        self._registry.drop(change.removed_segments)
+        self._ledger.require_erased()
+        return len(change.removed_segments)
+
+    # ---- Blobs ------------------------------------------------------------------------------
+
+    def put_blob(self, key: str | bytes, data: object) -> None:
+        """Keep an opaque block of bytes under a key of this model; it can be found at once.
+
+        key: text stands for its UTF-8. data: bytes-like, or a numpy array in one piece; copied.
+        Small Blobs survive a crash once a slab of them is full, or `flush` or `close` returned.
+        A Blob of the same key is replaced; equal bytes are not written again. Raises ConfigError,
+        CapacityError, DeviceError.
+        """
+        self.put_blobs({key: data})
+
+    def put_blobs(self, blobs: KeyedBlobs) -> None:
+        """As `put_blob`, for many: they share commits. On an error some of them may be kept."""
+        taken = {blob_key(key): blob_view(data) for key, data in blobs.items()}
+        with self._lock:
+            self._require_open()
+            self._blobs.put(taken.items())
+
+    def get_blob(self, key: str | bytes) -> bytes | None:
+        """The exact bytes of a Blob, or None: there is none, or it is damaged (which is logged,
+        and counted). Raises ConfigError, and DeviceError when the device as a whole fails."""
+        return self.get_blobs([key])[0]
+
+    def get_blobs(self, keys: Iterable[str | bytes]) -> list[bytes | None]:
+        """As `get_blob`, for many, in their order: one batch of reads serves all."""
+        wanted = [blob_key(key) for key in keys]
+        with self._lock:
+            self._require_open()
+            return self._blobs.get(wanted)
+
+    def has_blob(self, key: str | bytes) -> bool:
+        """Whether there is a Blob, as far as is known without reading it."""
+        wanted = blob_key(key)
+        with self._lock:
+            self._require_open()
+            return self._blobs.has(wanted)
+
+    def blob_keys(self) -> list[bytes]:
+        """Keys of all Blobs of this model, sorted."""
+        with self._lock:
+            self._require_open()
+            return self._blobs.keys()
+
+    def remove_blob(self, key: str | bytes) -> bool:
+        """Remove a Blob for good; whether there was one. Raises DeviceError."""
+        wanted = blob_key(key)
+        with self._lock:
+            self._require_open()
+            return self._blobs.remove(wanted)
+
+    def flush(self) -> None:
+        """Make every Blob that was put before durable, by one commit for all.
+
+        Raises CapacityError, DeviceError; then they are kept, and can be flushed again.
+        """
+        with self._lock:
+            self._require_open()
+            self._blobs.flush()
+
+    def scrub(self, rate: int | str = RATE_DEFAULT) -> Scrubber:
+        """Begin to read and check everything in the background, at `rate` bytes per second.
+
+        Damaged Segments are quarantined as they are found. The Scrubber says how far it is, waits
+        and stops; `close` stops it too. Raises ConfigError while another one is running.
+        """
+        with self._lock:
+            self._require_open()
+            if self._scrubber is not None and self._scrubber.running:
+                raise ConfigError("a scrub of this store is running: wait for it, or stop it")
+            self._scrubber = background_scrub(
+                self._lock, self._files, self._registry, self._extents.counters, rate
+            )
+            self._scrubber.start()
+            return self._scrubber
+
+    # ---- state ------------------------------------------------------------------------------
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            self._require_open()
+            return collect(self)
+
+    def _require_open(self, sequence: Sequence | None = None) -> None:
+        if self._closed:
+            raise ClosedError("this store was closed")
+        while self._to_release:
+            for each in self._to_release.popleft():
+                if not each.closed:
+                    each.closed = True
+                    self._release_views(each)
+        if sequence is not None:
+            if sequence not in self._own:
+                raise ConfigError("this Sequence belongs to another store")
+            sequence.require_open()
+
+    def _release_views(self, sequence: Sequence) -> None:
+        self._writer.growing.discard(sequence)
+        sequence.reserved_bytes = 0
+        for segment in [*(view.segment for view in sequence.views), *sequence.tail]:
+            self._registry.release(segment)
+        sequence.views, sequence.tail = [], []
+
+    def close(self) -> None:
+        """Seal Blobs, then release everything. Tokens of a Tail that was not saved are forgotten.
+
+        Blobs that cannot be sealed are lost, and a warning says so: `flush` raises the error.
+        """
+        if not self._lock.is_ours:
+            return  # In a forked child, where nothing of it is open.
+        if self._scrubber is not None:
+            # Before the lock is taken: its thread may be waiting for it.
+            self._scrubber.stop()
+        with self._lock.to_close():
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                if not self._lock.is_broken:
+                    self._seal_and_settle()
+            finally:
+                self._files.close()
+
+    def _seal_and_settle(self) -> None:
+        """What fails here must not keep the store from being closed."""
+        path = self._files.region.path
+        try:
+            self._blobs.flush()
+        except KvtierError as error:
+            _log.error("closing %s: %d blobs are lost: %s", path, self._blobs.unsealed, error)
+        try:
+            self._ledger.settle()
+        except KvtierError as error:
+            # Times of use are all that is lost.
+            _log.warning("closing %s: %s", path, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
