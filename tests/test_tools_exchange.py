@@ -1,6 +1,7 @@
 """The commands kvtier export and kvtier import: a prefix goes from one store to another."""
 
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,12 @@ def test_json_is_one_object(source: Path, tmp_path: Path) -> None:
     assert set(json.loads(done.stdout)) == {
         "name", "file", "tokens", "new_tokens", "nbytes", "fingerprint", "provenance",
     }  # fmt: skip
+
+
+def test_a_catalog_that_lost_the_model_of_a_name(source: Path, tmp_path: Path) -> None:
+    connection = sqlite3.connect(source / "catalog.sqlite")
+    with connection:
+        connection.execute("UPDATE fingerprint SET created = -9223372036854775808")
+    connection.close()
+    assert "rebuild --force" in refused("export", source, "b", tmp_path / "b.kv")
+    assert not (tmp_path / "b.kv").exists()

@@ -166,7 +166,13 @@ def stored_model(directory: Path, name: str, prefix: str | None) -> tuple[Finger
     """
     with maintained(directory) as files:
         fingerprint_id, _ = find_name(files, name, prefix)
-        row = next(each for each in _fingerprints(files) if each.id == fingerprint_id)
+        rows = {each.id: each for each in _fingerprints(files)}
+        row = rows.get(fingerprint_id)
+        if row is None:
+            raise FormatError(
+                f"the catalog of {directory} names {name!r}, and not the model it belongs to: "
+                f"kvtier rebuild --force {directory} makes it anew"
+            )
         shapes = files.catalog.get_meta(f"geometry:{row.digest.hex()}")
     return checked_model(row.digest, row.description, shapes or "")
 
