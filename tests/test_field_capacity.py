@@ -63,6 +63,7 @@ def test_room_comes_back_by_every_way_in_which_a_put_can_end(tmp_path: Path) -> 
     count is that of a recount, and the last put is accepted."""
     with open_store(tmp_path, PLAIN, Config("4MiB", hot=MIB)) as store:
         put(store, OF_M, "kept", some_tokens(700, 1))
+        put(store, OF_M, "same", some_tokens(700, 1))
         used = store.stats().device_bytes
         for turn in range(6):
             tokens = [turn, *some_tokens(1200, 50 + turn)]

@@ -228,7 +228,7 @@ def test_nothing_to_store_is_no_error(tmp_path: Path) -> None:
             store.append(sequence, layer, keys[:, :0], values[:, :0])
         assert (sequence.length(), store.stats().hot_bytes) == (0, 0)
         assert store.resume([]).length() == 0
-        with pytest.raises(ConfigError, match="KV of 0"):
+        with pytest.raises(ConfigError, match="empty sequence"):
             store.save(sequence, "empty", [])
         extend(store, kv, sequence, tokens)
         check_bytes(store, kv, sequence, tokens)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import CapacityError
-from kvtier.tiering import maintenance
 from kvtier.tiering.blobs import GROUP_BYTES, GROUP_ENTRIES
 from kvtier.tiering.config import Config
 from kvtier.tiering.store import Store
@@ -114,23 +113,22 @@ def test_many_threads(tmp_path: Path) -> None:
         check_settled(store, tmp_path)
 
 
-def test_the_range_of_a_damaged_slab_is_kept_until_it_is_given_free(tmp_path: Path) -> None:
+def test_a_damaged_slab_makes_room_before_all_others(tmp_path: Path) -> None:
     with open_store(tmp_path, PLAIN, Config("6MiB", hot=MIB)) as store:
-        store.put_blob("damaged", some_bytes(900_000, 1))
-        store.flush()
+        for key, seed in (("old", 0), ("damaged", 1)):
+            store.put_blob(key, some_bytes(900_000, seed))
+            store.flush()
         place = store._files.inventory.blobs.find(b"damaged")
         assert place is not None
         with (tmp_path / "region.kv").open("r+b") as file:
             file.seek(place.offset)
             file.write(b"some other bytes")
         assert store.get_blob("damaged") is None
-        for i in range(8):
+        assert place.slab.id in store._files.inventory.slabs, "nobody needed its room yet"
+        for i in range(4):
             store.put_blob(f"k{i}", some_bytes(900_000, i))
             store.flush()
-        assert place.slab.id in store._files.inventory.slabs
-        store.clear()
-        assert [*store._files.inventory.slabs] == [place.slab.id]
-    with maintenance.maintained(tmp_path) as files:
-        removed = maintenance.remove_damaged(files)
-    assert (removed.slabs, removed.freed_bytes) == (1, place.slab.extent.length)
+        assert place.slab.id not in store._files.inventory.slabs
+        assert store.get_blob("old") == some_bytes(900_000, 0), "that of the damaged one was enough"
+        assert store.stats().slabs_evicted == 1
     assert verify(tmp_path).findings == []
