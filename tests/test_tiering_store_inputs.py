@@ -199,7 +199,7 @@ def test_save_refuses_a_length_that_does_not_fit(store: Store, count: int) -> No
 
 
 def test_an_empty_sequence_cannot_be_saved(store: Store) -> None:
-    with pytest.raises(ConfigError, match="KV of 0"):
+    with pytest.raises(ConfigError, match="empty sequence"):
         store.save(store.sequence(), "n", [])
 
 
