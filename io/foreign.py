@@ -6,7 +6,13 @@ import stat
 from pathlib import Path
 
 from kvtier.errors import DeviceError
-from kvtier.io.superblock import DATA_START, MAGIC, SECOND_COPY_OFFSET
+from kvtier.io.superblock import (
+    CHECKSUM_BYTES,
+    DATA_START,
+    MAGIC,
+    SECOND_COPY_OFFSET,
+    SUPERBLOCK_BYTES,
+)
 
 _BLKID_SUBLKS_TYPE = 1 << 5
 _BLKID_FOUND = 0
@@ -24,9 +30,18 @@ def foreign_content(path: str) -> str | None:
         return known
     head = _head(path)
     ours = (head[:8], head[SECOND_COPY_OFFSET : SECOND_COPY_OFFSET + 8])
-    if MAGIC in ours or not head.strip(b"\0"):
+    if MAGIC in ours or not _without_torn_superblocks(head).strip(b"\0"):
         return None
     return "unknown data in the first 1 MiB"
+
+
+def _without_torn_superblocks(head: bytes) -> bytes:
+    """The first bytes of a device without what a power cut may leave of a superblock that had just
+    been begun: its last sector, which is zeros but for the checksum at its end."""
+    for copy in (0, SECOND_COPY_OFFSET):
+        end = copy + SUPERBLOCK_BYTES
+        head = head[: end - CHECKSUM_BYTES] + bytes(CHECKSUM_BYTES) + head[end:]
+    return head
 
 
 def in_use_by(path: str) -> str | None:

@@ -19,6 +19,7 @@ from kvtier.io.region import Region
 from kvtier.io.superblock import (
     SECOND_COPY_OFFSET,
     SUPERBLOCK_BYTES,
+    Superblock,
 )
 from tests.conftest import LoopMaker
 from tests.region_cases import (
@@ -116,3 +117,20 @@ def test_a_mounted_device(loop_device: LoopMaker, tmp_path: Path) -> None:
         subprocess.run(["umount", str(mount_point)], check=True)
     with pytest.raises(ForeignDataError, match=named("ext4 file system")):
         create(device)
+
+
+def test_what_a_power_cut_left_of_a_superblock_is_not_foreign(tmp_path: Path) -> None:
+    """Any of its sectors may be there and the others not; other bytes beside it are foreign."""
+    path = tmp_path / "region"
+    block = Superblock("11111111-2222-3333-4444-555555555555", 1, 2 << 20, 512).pack()
+    for copy in (0, SECOND_COPY_OFFSET):
+        for sectors in range(1, 256):
+            head = bytearray(2 << 20)
+            for sector in range(8):
+                if sectors >> sector & 1:
+                    part = slice(512 * sector, 512 * (sector + 1))
+                    head[copy + part.start : copy + part.stop] = block[part]
+            path.write_bytes(head)
+            assert foreign_content(str(path)) is None
+    path.write_bytes(bytes(4096) + b"letter" + bytes(2 << 20))
+    assert foreign_content(str(path)) is not None
