@@ -25,12 +25,12 @@ def background_scrub(
     def quarantine(segment_id: int) -> None:
         counters.damaged_extents += 1
         segment = registry.committed.get(segment_id)
-        if segment is not None:
-            segment.quarantined = True
-            segment.damaged = True
+        if segment is None:
+            # It belongs to another model.
+            files.ledger.apply(Change(quarantined=[segment_id]))
+        else:
+            segment.quarantined = segment.damaged = True
             registry.quarantine([segment])
-        # Also where it was not in the index any more, or belongs to another model.
-        files.ledger.apply(Change(quarantined=[segment_id]))
 
     return Scrubber(files, Custody(lock, quarantine, _log_finding), rate=rate)
 

@@ -17,8 +17,8 @@ Invariants:
 - Once the transaction of `apply` is committed, nothing raises.
 
 Not announced are the record of a new fingerprint, which describes no KV, and those that a rebuild
-writes. Besides the Ledger, the catalog is changed by Registry and SlabLedger, which note damage,
-and by OpenFiles, which notes KV shapes; none of this touches the region.
+writes. Besides the Ledger, the catalog is changed by SlabLedger, which notes damage of slabs, and
+by OpenFiles, which notes KV shapes; none of this touches the region.
 """
 
 import time
@@ -169,12 +169,14 @@ class Ledger:
         outcome = self.slabs.outcome(change.slabs)
         removed = self._removed_extents(change) + self.slabs.extents(outcome)
         ids: list[int] = []
+        rows: list[SegmentRow] = []
         names: list[NameRow] = []
         named = self._named_now(change)
         with self.catalog.transaction():
             self.catalog.absolve([*self._erased, *named])
             for new in change.segments:
                 row = new.row if new.parent is None else _child(new.row, ids[new.parent])
+                rows.append(row)
                 ids.append(self.catalog.add_segment(row))
             for segment_id in change.quarantined:
                 self.catalog.set_quarantined(segment_id, True)
@@ -192,7 +194,7 @@ class Ledger:
         self._used.clear()
         for extent in named:
             del self._announced[extent.offset]
-        self._note(change, ids, names)
+        self._note(change, dict(zip(ids, rows, strict=True)), names)
         self.slabs.note(change.slabs, outcome, slab_ids)
         # The change is done. Nothing may raise from here on: callers would undo what is named.
         self._erase(removed, discard=discard or self.discard)
@@ -222,15 +224,14 @@ class Ledger:
             found += inventory.entries[segment_id].extents
         return found
 
-    def _note(self, change: Change, ids: list[int], names: list[NameRow]) -> None:
-        """Bring the inventory up to what the catalog says now."""
+    def _note(self, change: Change, added: dict[int, SegmentRow], names: list[NameRow]) -> None:
+        """Bring the inventory up to what the catalog says now. added: rows by their new ids."""
         inventory = self.inventory
         for key in change.removed_names:
             inventory.remove_name(key)
         for segment_id in change.removed_segments:
             inventory.remove_segment(segment_id)
-        for new, segment_id in zip(change.segments, ids, strict=True):
-            row = new.row if new.parent is None else _child(new.row, ids[new.parent])
+        for segment_id, row in added.items():
             inventory.add_segment(segment_id, row)
         for segment_id in change.quarantined:
             inventory.entries[segment_id].quarantined = True

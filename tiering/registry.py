@@ -17,7 +17,7 @@ from kvtier.io.catalog import NameRow, SegmentRow
 from kvtier.tiering.catalog_rows import RowChecker
 from kvtier.tiering.chain import Tokens
 from kvtier.tiering.fingerprint import Provenance
-from kvtier.tiering.ledger import Ledger
+from kvtier.tiering.ledger import Change, Ledger
 from kvtier.tiering.prefix_index import PrefixIndex
 from kvtier.tiering.residency import Residency
 from kvtier.tiering.segment import NO_SLOT, Segment, SegmentView
@@ -156,13 +156,19 @@ class Registry:
     def quarantine(self, segments: Sequence[Segment]) -> None:
         """Take Segments that were marked so out of the index. Of the damaged ones the catalog notes
         it; the device could not read the others, which are tried again at the next open."""
+        damaged: list[int] = []
         for segment in segments:
-            if segment.catalog_id is not None and self._unlist(segment):
-                if segment.damaged:
-                    self.catalog.set_quarantined(segment.catalog_id, True)
-                    self.inventory.entries[segment.catalog_id].quarantined = True
-                else:
-                    self.failed.append(segment)
+            if segment.catalog_id is None:
+                continue
+            listed = self._unlist(segment)
+            if segment.damaged:
+                damaged.append(segment.catalog_id)
+            elif listed:
+                self.failed.append(segment)
+        entries = self.inventory.entries
+        new = [each for each in damaged if not entries[each].quarantined]
+        if new:
+            self.ledger.apply(Change(quarantined=new))
 
     def _unlist(self, segment: Segment) -> bool:
         """Take a Segment out of the index. False: it was not in."""
