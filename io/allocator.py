@@ -1,6 +1,6 @@
-"""Which byte ranges of the region are free, and the choice of one for a new extent.
+"""Which byte ranges of a store's regions are free, and the choice of one for a new extent.
 
-Invariants (checked by `check`):
+Invariants of each region (checked by `check`):
 - Free ranges and used ranges do not overlap and together cover [start, end) without a gap.
 - No two free ranges touch: neighbours are always merged.
 - Every boundary lies on the grid.
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from kvtier.errors import CapacityError, ConfigError, FormatError
 from kvtier.io.alignment import GRID_BYTES, align_up
-from kvtier.io.extent import Extent
+from kvtier.io.extent import Extent, drive_of
 
 
 class ExtentAllocator:
@@ -145,6 +145,11 @@ class ExtentAllocator:
             self._starts = [offset for offset, _ in gaps]
             self._by_size = sorted((length, offset) for offset, length in gaps)
 
+    def used(self) -> dict[int, int]:
+        """Length by offset of everything that is in use."""
+        with self._lock:
+            return dict(self._used)
+
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds. For tests; walks everything."""
         with self._lock:
@@ -176,3 +181,97 @@ class ExtentAllocator:
         length = self._length_at.pop(offset)
         del self._starts[bisect_left(self._starts, offset)]
         del self._by_size[bisect_left(self._by_size, (length, offset))]
+
+
+class SpreadAllocator:
+    """Free space of all regions of a store that are there: one ExtentAllocator for each.
+
+    Best fit within a region; which region is the caller's wish, or that with most free space.
+    """
+
+    def __init__(self, windows: Iterable[tuple[int, int]]) -> None:
+        """windows: (start, end) of each region, in bytes of the store's device. Raises ConfigError
+        if no extent fits into one of them."""
+        self._parts = {drive_of(start): ExtentAllocator(start, end) for start, end in windows}
+        self._turn = -1
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes that extents may use in all."""
+        return sum(part.end - part.start for part in self._parts.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that belong to no extent."""
+        return sum(part.free_bytes for part in self._parts.values())
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that belong to an extent."""
+        return sum(part.used_bytes for part in self._parts.values())
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """Length of the longest extent that `allocate` would grant now."""
+        return max(part.largest_free_bytes for part in self._parts.values())
+
+    def next_drive(self) -> int:
+        """The number of the drive whose turn it is, one after the other."""
+        drives = sorted(self._parts)
+        self._turn = next((drive for drive in drives if drive > self._turn), drives[0])
+        return self._turn
+
+    def allocate(self, nbytes: int, drive: int | None = None) -> Extent:
+        """A free range of `nbytes`, rounded up to the grid: on this drive if it has one.
+
+        drive: None: the drive with most free space. Raises CapacityError if no free range is long
+        enough anywhere, ConfigError if nbytes is not positive.
+        """
+        wish = self._parts.get(-1 if drive is None else drive)
+        others = [part for part in self._parts.values() if part is not wish]
+        others.sort(key=lambda part: -part.free_bytes)
+        parts = others if wish is None else [wish, *others]
+        for part in parts:
+            if len(parts) == 1 or part.largest_free_bytes >= nbytes:
+                return part.allocate(nbytes)
+        largest = self.largest_free_bytes
+        raise CapacityError(
+            f"{len(parts)} regions ({self.free_bytes} bytes free in all, largest free piece "
+            f"{largest} bytes)",
+            align_up(nbytes, GRID_BYTES),
+            largest,
+            self.window_bytes,
+        )
+
+    def free(self, extent: Extent) -> None:
+        """Give an allocated extent back. Raises AssertionError if it is not allocated as such."""
+        self._parts[extent.drive].free(extent)
+
+    def occupy(self, extents: Iterable[Extent]) -> None:
+        """Mark the extents that a catalog names as used. Raises FormatError on an overlap, or one
+        outside every window; then the allocator must not be used."""
+        own: dict[int, list[Extent]] = {drive: [] for drive in self._parts}
+        for extent in extents:
+            if extent.drive not in own:
+                raise FormatError(
+                    f"extent at offset {extent.offset} of {extent.length} bytes lies on drive "
+                    f"{extent.drive}, which the store does not have"
+                )
+            own[extent.drive].append(extent)
+        for drive, part in self._parts.items():
+            part.occupy([each.offset for each in own[drive]], [each.length for each in own[drive]])
+        # The turn is not kept anywhere; whoever has most room got least before.
+        self._turn = max(self._parts, key=lambda drive: self._parts[drive].free_bytes) - 1
+
+    def used(self) -> dict[int, int]:
+        """Length by offset of everything that is in use."""
+        return {
+            offset: length
+            for part in self._parts.values()
+            for offset, length in part.used().items()
+        }
+
+    def check(self) -> None:
+        """Raise AssertionError unless every invariant holds. For tests; walks everything."""
+        for part in self._parts.values():
+            part.check()

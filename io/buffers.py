@@ -13,7 +13,7 @@ import threading
 import time
 from bisect import insort
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import numpy as np
@@ -23,27 +23,47 @@ from kvtier.io.alignment import GRID_BYTES, align_down, align_up, os_page_bytes
 from kvtier.io.device import ByteArray, PendingBatch
 from kvtier.io.syscalls import return_pages
 
+HUGE_PAGE_BYTES = 2 << 20
+"""A huge page of x86-64 and of aarch64 with pages of 4096 bytes."""
+
 
 def aligned_bytes(nbytes: int) -> ByteArray:
     """uint8 [nbytes] of zeros that begins on an OS page, and so on 4096 bytes at least.
 
-    Raises CapacityError when the system does not grant that much address space.
+    From HUGE_PAGE_BYTES on it begins on a huge page, and the system is asked for such pages: a
+    request is then few pieces of memory for the kernel and the drive, not one for each 4096 bytes.
+    Where huge pages are switched off or refused it is ordinary memory. Raises CapacityError when
+    the system does not grant that much address space.
     """
     if nbytes < 0:
         raise ConfigError(f"memory of {nbytes} bytes was asked for")
     if not nbytes:
         return np.empty(0, np.uint8)
+    is_huge = nbytes >= HUGE_PAGE_BYTES
+    # Address space alone: what is never touched takes no memory.
+    mapped = nbytes + HUGE_PAGE_BYTES if is_huge else nbytes
     # A private mapping: a forked child must not share the bytes that the parent reads into.
     try:
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = mmap.mmap(-1, mapped, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise CapacityError(f"memory ({error})", nbytes, 0, nbytes) from error
-    return np.frombuffer(pages, np.uint8)
+    memory = np.frombuffer(pages, np.uint8)
+    if not is_huge:
+        return memory
+    # A kernel without huge pages refuses the advice, and the memory is as good without.
+    with suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    start = -int(memory.ctypes.data) % HUGE_PAGE_BYTES
+    return memory[start : start + nbytes]
 
 
 def give_back(memory: ByteArray, start: int, length: int) -> None:
     """Return the OS pages that lie wholly inside a piece of `aligned_bytes` memory to the system;
-    they read as zeros afterwards."""
+    they read as zeros afterwards.
+
+    A huge page that is returned in part leaves the process at once, but others can have its memory
+    only when all of it was returned, or when memory is short.
+    """
     first = align_up(start, os_page_bytes())
     past = align_down(start + length, os_page_bytes())
     if past > first:

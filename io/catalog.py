@@ -266,11 +266,18 @@ class Catalog:
 
     def set_quarantined(self, segment_id: int, flag: bool) -> None:
         """Mark a segment as damaged or as sound. Raises KvtierError if it is unknown."""
-        _, count = self._write(
-            "UPDATE segment SET quarantined = ? WHERE id = ?", (flag, segment_id)
-        )
-        if not count:
-            raise KvtierError(f"there is no segment {segment_id} in {self.path}")
+        self._update_segment("quarantined = ?", (flag, segment_id))
+
+    def replace_segment(self, segment_id: int, row: SegmentRow) -> None:
+        """Give a segment the extents of another of the same tokens. Raises KvtierError."""
+        columns = "generation = ?, extents = ?, created = ?, used = ?, quarantined = 0"
+        values = (row.generation, row.extents, row.created, row.used, segment_id)
+        self._update_segment(columns, values)
+
+    def _update_segment(self, columns: str, values: tuple[object, ...]) -> None:
+        """values: of the columns, then the id."""
+        if not self._write(f"UPDATE segment SET {columns} WHERE id = ?", values)[1]:
+            raise KvtierError(f"there is no segment {values[-1]} in {self.path}")
 
     def set_name(self, row: NameRow) -> None:
         """Store a name, replacing the same name of the same fingerprint."""

@@ -10,6 +10,8 @@ Invariants:
 - A failed request never hides: DeviceError lists every failed request of the batch, and all
   others of that batch were completed.
 - `write` does not imply durability; `flush` does.
+- Requests that wait for their turn begin by Priority, and first come first served within one; what
+  is in flight is never stopped for others.
 - A batch that was started keeps its memory alive, and its memory belongs to it, until it is done;
   a batch is done only when nothing writes into its memory any more.
 """
@@ -18,17 +20,32 @@ import errno
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import AlignmentError, ConfigError, DeviceError
+from kvtier.io.traffic import Traffic
 
 Int64Array = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
+
+
+class Priority(IntEnum):
+    """Whose turn it is on a busy device: the lower number begins first.
+
+    DEMAND: somebody waits for the bytes. PREFETCH: somebody probably will. WRITE: nobody waits, but
+    memory stays bound until they are written. SCRUB: looking for damage, which has no hurry.
+    """
+
+    DEMAND = 0
+    PREFETCH = 1
+    WRITE = 2
+    SCRUB = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +80,8 @@ class PendingBatch:
         self.lengths = buffers.lengths
         self.errors = np.zeros(len(offsets), np.int64)
         """int64 [requests]: 0, or the errno with which a request failed. Final when done."""
+        self.causes: dict[int, str] = {}
+        """What the drive itself said of a failure, in words, by index; where it is heard at all."""
         self._buffers: Buffers | None = buffers
         self._crash: BaseException | None = None
         self._done = False
@@ -113,14 +132,16 @@ class PendingBatch:
         assert self._done, "the batch is still on its way"
         if self._crash is not None:
             raise self._crash
-        raise_failures(self.what, self.path, self.offsets, self.lengths, self.errors)
+        raise_failures(
+            self.what, self.path, self.offsets, self.lengths, self.errors, causes=self.causes
+        )
 
 
 class Device(ABC):
     """A raw block device, or a preallocated file. Safe to use from many threads."""
 
     engine: str
-    """Name of the implementation: "io_uring", "threads" or "simulated"."""
+    """Name of the implementation: "io_uring", "threads", "nvme_passthrough", "simulated"."""
     path: str
     direct_io: bool
     """True if requests go past the page cache (O_DIRECT)."""
@@ -129,21 +150,44 @@ class Device(ABC):
     capacity_bytes: int
     block_bytes: int
     """Logical block size: every offset, length and address is a multiple of it."""
+    merge_gap_bytes: int = 0
+    """So many bytes between two ranges are cheaper to read along than to ask for twice, as far as
+    that was measured; 0: only what touches is worth merging. For `ranges.merge_ranges`."""
     failed_flushes: int = 0
     """Flushes that failed so far. What was written before one may be gone for good, whatever a
     later flush returns: the kernel and the drive report such a loss once."""
 
+    @property
+    def traffic(self) -> Traffic:
+        """What it was asked to move since it was opened."""
+        return Traffic()
+
     @abstractmethod
-    def read(self, offsets: Int64Array, buffers: Buffers) -> None:
+    def read(
+        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
+    ) -> None:
         """Fill buffers[i] from offsets[i]. Raises what `check` does, DeviceError, ClosedError."""
 
     @abstractmethod
-    def start_read(self, offsets: Int64Array, buffers: Buffers) -> PendingBatch:
+    def start_read(
+        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
+    ) -> PendingBatch:
         """Begin what `read` does and return without waiting for the device.
 
         A failure of the device is raised by the batch's `result`. One bad block may fail requests
         that lie beside it; `read` tells them apart, here the caller does, by reading each alone.
         Raises what `check` does, ClosedError.
+        """
+
+    @abstractmethod
+    def start_write(
+        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.WRITE
+    ) -> PendingBatch:
+        """Begin what `write` does and return without waiting for the device. The bytes may not
+        change until the batch is done; `flush` makes durable only what was done before it.
+
+        A failure of the device is raised by the batch's `result`. Raises what `check` does,
+        ClosedError.
         """
 
     @abstractmethod
@@ -184,6 +228,10 @@ class Device(ABC):
         AlignmentError, ConfigError, DeviceError, ClosedError.
         """
 
+    def locate(self, offset: int) -> "tuple[Device, int]":
+        """The device, and the byte of it, that an offset stands for; see drives.py."""
+        return self, offset
+
     def register(self, memory: ByteArray) -> bool:
         """Announce an arena that many requests will use, so that it may be pinned once.
 
@@ -204,8 +252,24 @@ class Device(ABC):
                 f"a batch needs as many offsets as buffers: got {len(offsets)} offsets, "
                 f"{len(buffers.starts)} starts, {len(buffers.lengths)} lengths"
             )
-        if not len(offsets):
+        if not len(offsets) or self._is_in_order(offsets, buffers):
             return
+        self._raise_what_is_wrong(offsets, buffers)
+
+    def _is_in_order(self, offsets: Int64Array, buffers: Buffers) -> bool:
+        """What `check` asks, in as few passes over the arrays as there can be."""
+        starts, lengths, memory = buffers.starts, buffers.lengths, buffers.memory
+        # Of numbers that are or'ed together each bit is set that is set in one, the sign's too.
+        bits = int(np.bitwise_or.reduce(offsets | lengths | starts)) | int(memory.ctypes.data)
+        return (
+            bits >= 0
+            and bits % self.block_bytes == 0
+            and int((starts + lengths).max()) <= memory.size
+            and int((offsets + lengths).max()) <= self.capacity_bytes
+        )
+
+    def _raise_what_is_wrong(self, offsets: Int64Array, buffers: Buffers) -> None:
+        """For requests that are not in order. Negative lengths are left to `check_memory`."""
         addresses = buffers.addresses
         unaligned = (offsets | buffers.lengths | addresses) % self.block_bytes != 0
         if unaligned.any():
@@ -234,23 +298,31 @@ def check_memory(buffers: Buffers, *, reading: bool) -> None:
         )
     if reading and not memory.flags.writeable:
         raise ConfigError("a read needs writable memory: this array is read-only")
-    if (buffers.lengths < 0).any():
+    if len(buffers.lengths) and int(buffers.lengths.min()) < 0:
         raise ConfigError(f"a buffer has a negative length: {int(buffers.lengths.min())} bytes")
 
 
 def raise_failures(
-    what: str, path: str, offsets: Int64Array, lengths: Int64Array, errors: Int64Array
+    what: str,
+    path: str,
+    offsets: Int64Array,
+    lengths: Int64Array,
+    errors: Int64Array,
+    *,
+    causes: Mapping[int, str] | None = None,
 ) -> None:
-    """Raise DeviceError if any request of a batch failed. errors: int64 [requests], 0 or errno."""
+    """Raise DeviceError if any request of a batch failed. errors: int64 [requests], 0 or errno.
+    causes: see PendingBatch."""
     failed = np.flatnonzero(errors)
     if not len(failed):
         return
     first = int(failed[0])
     number = int(errors[first])
+    cause = (causes or {}).get(first, "")
     raise DeviceError(
         f"{len(failed)} of {len(offsets)} {what}s of {path} failed; the first at offset "
         f"{int(offsets[first])} of {int(lengths[first])} bytes: {os.strerror(number)} "
-        f"({errno.errorcode.get(number, number)})",
+        f"({errno.errorcode.get(number, number)}){cause and f', {cause}'}",
         number,
         [(int(i), int(errors[i])) for i in failed],
     )

@@ -6,8 +6,16 @@ from abc import abstractmethod
 import numpy as np
 
 from kvtier.errors import DeviceError
-from kvtier.io.device import Buffers, Device, Int64Array, PendingBatch, raise_failures
+from kvtier.io.device import (
+    Buffers,
+    Device,
+    Int64Array,
+    PendingBatch,
+    Priority,
+    raise_failures,
+)
 from kvtier.io.rawfile import RawFile
+from kvtier.io.traffic import Traffic, TrafficMeter
 
 RETRIES_MAX = 1000
 """How often one request is issued anew after EAGAIN or EINTR before that counts as a failure."""
@@ -25,37 +33,71 @@ class RawDevice(Device):
         self.capacity_bytes = raw.capacity_bytes
         self.block_bytes = raw.block_bytes
         self._raw = raw
+        self._meter = TrafficMeter()
         self._pid = os.getpid()
 
-    @abstractmethod
-    def _start(self, what: str, offsets: Int64Array, buffers: Buffers) -> PendingBatch:
-        """Begin to move a batch that somebody will `wait` for. what: "read" or "write"."""
+    @property
+    def traffic(self) -> Traffic:
+        return self._meter.traffic
 
-    def read(self, offsets: Int64Array, buffers: Buffers) -> None:
+    @abstractmethod
+    def _begin(
+        self, what: str, offsets: Int64Array, buffers: Buffers, priority: Priority, *, waits: bool
+    ) -> PendingBatch:
+        """Begin to move a batch. what: "read" or "write". waits: the caller calls `wait` at once,
+        so its thread may work for it, and nobody polls for it. Called by `_counted` alone."""
+
+    def _counted(
+        self, what: str, offsets: Int64Array, buffers: Buffers, priority: Priority, *, waits: bool
+    ) -> PendingBatch:
+        """Begin a batch: the only way to the file for requests that move bytes."""
+        batch = self._begin(what, offsets, buffers, priority, waits=waits)
+        self._meter.count(what, buffers.lengths)
+        return batch
+
+    def start_read(
+        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
+    ) -> PendingBatch:
+        return self._counted("read", offsets, buffers, priority, waits=False)
+
+    def start_write(
+        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.WRITE
+    ) -> PendingBatch:
+        return self._counted("write", offsets, buffers, priority, waits=False)
+
+    def read(
+        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
+    ) -> None:
         try:
-            self.wait(self._start("read", offsets, buffers))
+            self.wait(self._counted("read", offsets, buffers, priority, waits=True))
         except DeviceError as error:
             if len(offsets) < 2 or not error.failures:
                 raise
-            self._read_again(offsets, buffers, [index for index, _ in error.failures])
+            failed = [index for index, _ in error.failures]
+            self._read_again(offsets, buffers, failed, priority)
 
-    def _read_again(self, offsets: Int64Array, buffers: Buffers, failed: list[int]) -> None:
+    def _read_again(
+        self, offsets: Int64Array, buffers: Buffers, failed: list[int], priority: Priority
+    ) -> None:
         """Read one by one what failed in a batch. The kernel may send requests that lie side by
         side as one, which then fail as one though only one block is bad."""
         errors = np.zeros(len(offsets), np.int64)
+        causes: dict[int, str] = {}
         for index in failed:
             one = slice(index, index + 1)
             alone = Buffers(buffers.memory, buffers.starts[one], buffers.lengths[one])
+            batch = self._counted("read", offsets[one], alone, priority, waits=True)
             try:
-                self.wait(self._start("read", offsets[one], alone))
+                self.wait(batch)
             except DeviceError as error:
                 if not error.failures:
                     raise
                 errors[index] = error.failures[0][1]
-        raise_failures("read", self.path, offsets, buffers.lengths, errors)
+                causes.update((index, cause) for cause in batch.causes.values())
+        raise_failures("read", self.path, offsets, buffers.lengths, errors, causes=causes)
 
     def write(self, offsets: Int64Array, buffers: Buffers) -> None:
-        self.wait(self._start("write", offsets, buffers))
+        self.wait(self._counted("write", offsets, buffers, Priority.WRITE, waits=True))
 
     def flush(self) -> None:
         try:

@@ -122,6 +122,15 @@ class RawFile:
         A hole that was punched into a file must be allocated again by the next write to it, which
         can then fail with ENOSPC.
         """
+        ranges = self.ranges_to_discard(offsets, lengths)
+        with self.use() as fd:
+            for offset, length in ranges:
+                if not self._discard_range(fd, offset, length):
+                    return False
+        return True
+
+    def ranges_to_discard(self, offsets: Int64Array, lengths: Int64Array) -> list[tuple[int, int]]:
+        """(offset, length) of every range that is not empty. Raises AlignmentError, ConfigError."""
         if len(offsets) != len(lengths):
             raise ConfigError(f"discard got {len(offsets)} offsets and {len(lengths)} lengths")
         ranges = list(zip(map(int, offsets), map(int, lengths), strict=True))
@@ -133,11 +142,7 @@ class RawFile:
                     f"discard at offset {offset} of {length} bytes lies outside {self.path} of "
                     f"{self.capacity_bytes} bytes"
                 )
-        with self.use() as fd:
-            for offset, length in ranges:
-                if length and not self._discard_range(fd, offset, length):
-                    return False
-        return True
+        return [each for each in ranges if each[1]]
 
     def close(self) -> None:
         """Wait for system calls in flight and close the fd. Calling it twice is allowed."""

@@ -28,6 +28,7 @@ from kvtier.io.foreign import foreign_content, in_use_by
 from kvtier.io.superblock import (
     DATA_START,
     REGION_BYTES_MIN,
+    REGIONS_MAX,
     SUPERBLOCK_BYTES,
     Superblock,
     SuperblockCopy,
@@ -65,10 +66,24 @@ class Region:
 
     @classmethod
     def create(cls, device: Device, store_uuid: str, *, force: bool = False) -> Self:
-        """Format the whole device for a store. The caller closes the device if this raises.
+        """Format the whole device for a store of one region. The caller closes the device if this
+        raises what `planned` does, or DeviceError."""
+        return cls.format(device, cls.planned(device, store_uuid, force=force))
 
-        Refuses foreign data and the region of another store unless forced (ForeignDataError names
-        what was found), and a device in use in any case. Raises ConfigError if it is too small.
+    @classmethod
+    def planned(
+        cls,
+        device: Device,
+        store_uuid: str,
+        *,
+        force: bool = False,
+        place: tuple[int, int] = (0, 1),
+    ) -> Superblock:
+        """What `format` will write. Writes nothing.
+
+        place: which of how many regions of the store it becomes. Refuses foreign data and the
+        region of another store unless forced (ForeignDataError names what was found), and a device
+        in use in any case. Raises ConfigError if it is too small.
         """
         region_bytes = align_down(device.capacity_bytes, GRID_BYTES)
         if region_bytes < REGION_BYTES_MIN:
@@ -91,13 +106,20 @@ class Region:
         foreign = foreign_content(device.path)
         copies = read_copies(_Reader(device), device.capacity_bytes)
         _refuse_to_overwrite(device.path, foreign, copies, store_uuid, force)
-        superblock = Superblock(
+        return Superblock(
             store_uuid=str(uuid.UUID(store_uuid)),
             created=int(time.time()),
             region_bytes=region_bytes,
             block_bytes=device.block_bytes,
             sequence=1 + max((s.sequence for s in _intact(copies)), default=0),
+            region_index=place[0],
+            more_regions=place[1] - 1,
         )
+
+    @classmethod
+    def format(cls, device: Device, superblock: Superblock) -> Self:
+        """Write what was planned for this device. Raises DeviceError."""
+        region_bytes = superblock.region_bytes
         # Zeros first: nothing may stay that another program would take for its own.
         _write(device, 0, bytes(DATA_START))
         _write(device, region_bytes - DATA_START, bytes(DATA_START))
@@ -175,8 +197,8 @@ def _intact(copies: tuple[SuperblockCopy, ...]) -> list[Superblock]:
     return [copy.found for copy in copies if isinstance(copy.found, Superblock)]
 
 
-def store_on(device: Device) -> str:
-    """UUID of the store that a device's region belongs to.
+def root_of(device: Device) -> Superblock:
+    """The superblock of whatever store a device's region belongs to.
 
     Raises FormatError where no copy of the superblock is intact, ConfigError, DeviceError.
     """
@@ -191,7 +213,7 @@ def store_on(device: Device) -> str:
         first = copies[0].found
         assert not isinstance(first, Superblock)
         raise first
-    return max(intact, key=lambda s: s.sequence).store_uuid
+    return max(intact, key=lambda s: s.sequence)
 
 
 def _refuse_to_overwrite(
@@ -231,6 +253,11 @@ def _check_plausible(superblock: Superblock, device: Device) -> None:
         raise FormatError(
             f"{device.path} has a grid of {superblock.grid_bytes} bytes and data from "
             f"{superblock.data_start} bytes; this release reads {GRID_BYTES} and {DATA_START}"
+        )
+    if superblock.region_index >= superblock.region_count or superblock.region_count > REGIONS_MAX:
+        raise FormatError(
+            f"{device.path} is region {superblock.region_index} of {superblock.region_count}, "
+            "counted from 0, which cannot be"
         )
     if superblock.region_bytes < REGION_BYTES_MIN or GRID_BYTES % device.block_bytes:
         raise FormatError(

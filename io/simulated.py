@@ -2,7 +2,8 @@
 
 Invariants:
 - Batches, flushes, discards and marks take turns, so that the log is one true order of events.
-- Started batches take their turns on a thread of the simulation, in any order if `shuffled`.
+- Started batches take their turns on a thread of the simulation, by Priority, and within one in
+  any order if `shuffled`.
 - A write that fails changes nothing, and a read that fails leaves its memory as it was.
 - The log holds what was asked for and acknowledged, whatever then became of it, and with the
   unflushed writes stays within `log_bytes_max` each.
@@ -25,20 +26,24 @@ from kvtier.io.device import (
     Device,
     Int64Array,
     PendingBatch,
+    Priority,
     check_memory,
     raise_failures,
 )
-from kvtier.io.simulated_faults import NO_FAULTS, Chance, Faults, draw, elsewhere, rotted, strikes
-from kvtier.io.simulated_log import SimulatedCounts, SimulatedOperation
-from kvtier.io.simulated_medium import (
-    ENTRY_BYTES,
-    Kept,
-    Medium,
-    Unflushed,
-    check_seed,
-    check_sizes,
+from kvtier.io.simulated_faults import (
+    NO_FAULTS,
+    Chance,
+    Faults,
+    draw,
+    elsewhere,
+    rotted,
+    shortened,
+    strikes,
 )
+from kvtier.io.simulated_log import SimulatedCounts, SimulatedOperation
+from kvtier.io.simulated_medium import ENTRY_BYTES, Kept, Medium, Unflushed, check_cut, check_sizes
 from kvtier.io.simulated_started import StartedBatches
+from kvtier.io.traffic import Traffic
 
 LOG_BYTES_MAX = 256 << 20
 
@@ -110,25 +115,24 @@ class SimulatedDevice(Device):
 
     # ---- what every Device does -------------------------------------------------------------
 
-    def read(self, offsets: Int64Array, buffers: Buffers) -> None:
-        with self._in_turn():
-            self.check(offsets, buffers)
-            check_memory(buffers, reading=True)
-            errors = self._read_batch(offsets, buffers)
-        raise_failures("read", self.path, offsets, buffers.lengths, errors)
+    @property
+    def traffic(self) -> Traffic:
+        return self.counts.traffic
 
-    def start_read(self, offsets: Int64Array, buffers: Buffers) -> PendingBatch:
-        self._require_open()
-        self.check(offsets, buffers)
-        check_memory(buffers, reading=True)
-        batch = PendingBatch("read", self.path, offsets, buffers)
+    def read(
+        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
+    ) -> None:
+        self._carry_out("read", offsets, buffers)
 
-        def carry_out() -> None:
-            with self._turn:
-                batch.errors[:] = self._read_batch(offsets, buffers)
+    def start_read(
+        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
+    ) -> PendingBatch:
+        return self._start("read", offsets, buffers, priority)
 
-        self._started.add(batch, carry_out)
-        return batch
+    def start_write(
+        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.WRITE
+    ) -> PendingBatch:
+        return self._start("write", offsets, buffers, priority)
 
     def wait(self, batch: PendingBatch) -> None:
         batch.join()
@@ -144,19 +148,7 @@ class SimulatedDevice(Device):
         self._started.event.clear()
 
     def write(self, offsets: Int64Array, buffers: Buffers) -> None:
-        with self._in_turn():
-            self.check(offsets, buffers)
-            check_memory(buffers, reading=False)
-            nbytes = int(buffers.lengths.sum())
-            self._require_room(nbytes + ENTRY_BYTES * len(offsets))
-            first = self.counts.writes
-            self.counts.writes += len(offsets)
-            errors = np.zeros(len(offsets), np.int64)
-            for i in self._completions(Chance.WRITE_ORDER, first, len(offsets)):
-                start, length = int(buffers.starts[i]), int(buffers.lengths[i])
-                data = buffers.memory[start : start + length].tobytes()
-                errors[i] = self._write(int(offsets[i]), data, first + i)
-        raise_failures("write", self.path, offsets, buffers.lengths, errors)
+        self._carry_out("write", offsets, buffers)
 
     def flush(self) -> None:
         with self._in_turn():
@@ -201,7 +193,6 @@ class SimulatedDevice(Device):
 
     @property
     def faults(self) -> Faults:
-        """What goes wrong from now on."""
         return self._faults
 
     def set_faults(self, faults: Faults) -> None:
@@ -259,16 +250,11 @@ class SimulatedDevice(Device):
     def image(self, kept: Kept = "some", *, seed: int = 0, torn_bytes: int | None = None) -> bytes:
         """What a power cut at this moment could leave. Allowed during a batch and after close.
 
-        All that is durable, and of the unflushed writes none, all, or a subset that `seed` draws;
-        then about half of those kept are torn, if torn_bytes (512 or 4096) is given: some of
-        their sectors of this size stand on the device and the others do not. An older write
-        never lands over a newer one, because no cache writes old data back. Raises ConfigError.
+        All that is durable, and of the unflushed writes none, all, or a subset that `seed` draws,
+        about half of it torn into sectors of torn_bytes (512 or 4096), of which some stand on the
+        device. No older write lands over a newer one. Raises ConfigError.
         """
-        if kept not in ("none", "some", "all"):
-            raise ConfigError(f"a power cut keeps 'none', 'some' or 'all': got {kept!r}")
-        if torn_bytes not in (None, 512, 4096):
-            raise ConfigError(f"writes are torn at 512 or 4096 bytes: got {torn_bytes}")
-        check_seed(seed)
+        check_cut(kept, torn_bytes, seed)
         self._require_own_process()
         return self._medium.image(kept, np.random.default_rng(seed), torn_bytes)
 
@@ -320,19 +306,43 @@ class SimulatedDevice(Device):
 
     def _next_started(self, turn: int, waiting: int) -> int:
         """Which of the started batches that wait comes next, in its `turn`-th choice."""
-        if not self._faults.shuffled:
-            return 0
-        return int(draw(self._seed, Chance.STARTED, turn).integers(waiting))
+        random = draw(self._seed, Chance.STARTED, turn)
+        return int(random.integers(waiting)) if self._faults.shuffled else 0
 
-    def _read_batch(self, offsets: Int64Array, buffers: Buffers) -> Int64Array:
-        """Carry out a batch of reads, in turn. Returns 0 or an errno for each."""
-        first = self.counts.reads
-        self.counts.reads += len(offsets)
-        errors = np.zeros(len(offsets), np.int64)
-        for i in self._completions(Chance.READ_ORDER, first, len(offsets)):
+    def _carry_out(self, what: str, offsets: Int64Array, buffers: Buffers) -> None:
+        with self._in_turn():
+            self.check(offsets, buffers)
+            check_memory(buffers, reading=what == "read")
+            errors = self._batch(what, offsets, buffers)
+        raise_failures(what, self.path, offsets, buffers.lengths, errors)
+
+    def _start(
+        self, what: str, offsets: Int64Array, buffers: Buffers, priority: Priority
+    ) -> PendingBatch:
+        self._require_open()
+        self.check(offsets, buffers)
+        check_memory(buffers, reading=what == "read")
+        batch = PendingBatch(what, self.path, offsets, buffers)
+
+        def carry_out() -> None:
+            with self._turn:
+                batch.errors[:] = self._batch(what, offsets, buffers)
+
+        self._started.add(batch, carry_out, priority)
+        return batch
+
+    def _batch(self, what: str, offsets: Int64Array, buffers: Buffers) -> Int64Array:
+        """Move a batch, in turn. Returns 0 or an errno for each request."""
+        writing, count = what == "write", len(offsets)
+        if writing:
+            self._require_room(int(buffers.lengths.sum()) + ENTRY_BYTES * count)
+        first = self.counts.begin(what, buffers.lengths)
+        errors = np.zeros(count, np.int64)
+        chances = (Chance.WRITE_ORDER, self._write), (Chance.READ_ORDER, self._read)
+        order, move = chances[0] if writing else chances[1]
+        for i in self._completions(order, first, count):
             start, length = int(buffers.starts[i]), int(buffers.lengths[i])
-            target = buffers.memory[start : start + length]
-            errors[i] = self._read(int(offsets[i]), target, first + i)
+            errors[i] = move(int(offsets[i]), buffers.memory[start : start + length], first + i)
         return errors
 
     def _read(self, offset: int, target: ByteArray, number: int) -> int:
@@ -347,9 +357,9 @@ class SimulatedDevice(Device):
             done += piece
         return 0
 
-    def _write(self, offset: int, data: bytes, number: int) -> int:
+    def _write(self, offset: int, source: ByteArray, number: int) -> int:
         """Carry out one write. Returns 0 or an errno."""
-        faults = self._faults
+        faults, data = self._faults, source.tobytes()
         error = faults.error(offset, len(data), writing=True)
         if error:
             self.counts.failed_requests += 1
@@ -379,18 +389,12 @@ class SimulatedDevice(Device):
         rate = self._faults.short_rate
         if not rate:
             return [nbytes]
-        random, pieces = draw(self._seed, chance, number), []
-        left = nbytes // self.block_bytes
-        while left > 1 and strikes(rate, random):
-            piece = int(random.integers(1, left))
-            pieces.append(piece * self.block_bytes)
-            left -= piece
-            self.counts.short_transfers += 1
-        return [*pieces, left * self.block_bytes]
+        pieces = shortened(nbytes // self.block_bytes, rate, draw(self._seed, chance, number))
+        self.counts.short_transfers += len(pieces) - 1
+        return [piece * self.block_bytes for piece in pieces]
 
     def _check_range(self, what: str, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.capacity_bytes:
             raise ConfigError(
-                f"{what} at offset {offset} of {length} bytes lies outside {self.path} of "
-                f"{self.capacity_bytes} bytes"
+                f"{what} at {offset} of {length} bytes lies outside {self.capacity_bytes} bytes"
             )

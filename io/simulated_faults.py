@@ -115,6 +115,15 @@ def strikes(rate: float, random: np.random.Generator) -> bool:
     return bool(random.random() < rate)
 
 
+def shortened(blocks: int, rate: float, random: np.random.Generator) -> list[int]:
+    """Lengths of the transfers that move one request of so many blocks, in blocks."""
+    pieces, left = [], blocks
+    while left > 1 and strikes(rate, random):
+        pieces.append(int(random.integers(1, left)))
+        left -= pieces[-1]
+    return [*pieces, left]
+
+
 def rotted(data: bytes, bits: int, random: np.random.Generator) -> bytes:
     """A copy with so many different bits flipped."""
     held = np.frombuffer(data, np.uint8).copy()

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from kvtier.io.device import Int64Array
 from kvtier.io.simulated_medium import ENTRY_BYTES
+from kvtier.io.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +33,28 @@ class SimulatedCounts:
 
     reads: int = 0
     writes: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
     flushes: int = 0
     failed_requests: int = 0
     short_transfers: int = 0
     lost_writes: int = 0
     misdirected_writes: int = 0
     rotted_writes: int = 0
+
+    def begin(self, what: str, lengths: Int64Array) -> int:
+        """Count a batch; returns the number of its first request, among reads or writes."""
+        if what == "write":
+            first = self.writes
+            self.writes += len(lengths)
+            self.bytes_written += int(lengths.sum())
+        else:
+            first = self.reads
+            self.reads += len(lengths)
+            self.bytes_read += int(lengths.sum())
+        return first
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the device was asked to move."""
+        return Traffic(self.reads, self.bytes_read, self.writes, self.bytes_written)

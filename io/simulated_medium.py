@@ -165,6 +165,15 @@ def check_sizes(capacity_bytes: int, block_bytes: int, seed: int) -> None:
     check_seed(seed)
 
 
+def check_cut(kept: str, torn_bytes: int | None, seed: int) -> None:
+    """Raise ConfigError unless a power cut can be drawn so."""
+    if kept not in ("none", "some", "all"):
+        raise ConfigError(f"a power cut keeps 'none', 'some' or 'all': got {kept!r}")
+    if torn_bytes not in (None, 512, 4096):
+        raise ConfigError(f"writes are torn at 512 or 4096 bytes: got {torn_bytes}")
+    check_seed(seed)
+
+
 def check_seed(seed: int) -> None:
     """Raise ConfigError for what is no seed."""
     if seed < 0:

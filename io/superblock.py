@@ -11,7 +11,9 @@ Layout, little-endian, 4096 bytes (docs/format.md has a sentence per field):
     48   region_bytes  u64 bytes from the start of the device to the end of the region
     56   data_start    u64 first byte that an extent may use
     64   grid_bytes    u32
-    68   zero          4020
+    68   region_index  u16 which of the store's regions this is, from 0
+    70   more_regions  u16 how many others the store has: zero for most, and before there were any
+    72   zero          4016
     4088 checksum      u64 XXH3-64 of bytes 0..4088
 
 Invariants:
@@ -32,12 +34,14 @@ from kvtier.io.alignment import GRID_BYTES, align_down
 
 MAGIC = b"KVTIERSB"
 FORMAT_VERSION = 1
+REGIONS_MAX = 64
+"""Regions of one store: more drives than one machine has lanes for."""
 SUPERBLOCK_BYTES = 4096
 SECOND_COPY_OFFSET = 64 * 1024
 DATA_START = 1024 * 1024
 REGION_BYTES_MIN = 2 * DATA_START
 
-_FIELDS = struct.Struct("<8sIIQ16sQQQI4020x")
+_FIELDS = struct.Struct("<8sIIQ16sQQQIHH4016x")
 _CHECKSUM = struct.Struct("<Q")
 CHECKSUM_BYTES = _CHECKSUM.size
 assert _FIELDS.size + _CHECKSUM.size == SUPERBLOCK_BYTES == GRID_BYTES
@@ -56,6 +60,13 @@ class Superblock:
     sequence: int = 1
     data_start: int = DATA_START
     grid_bytes: int = GRID_BYTES
+    region_index: int = 0
+    more_regions: int = 0
+
+    @property
+    def region_count(self) -> int:
+        """How many regions the store has."""
+        return self.more_regions + 1
 
     def pack(self) -> bytes:
         """The 4096 bytes that stand on the device."""
@@ -69,6 +80,8 @@ class Superblock:
             self.region_bytes,
             self.data_start,
             self.grid_bytes,
+            self.region_index,
+            self.more_regions,
         )
         return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
 
@@ -77,17 +90,24 @@ class Superblock:
         """Check and read 4096 bytes. Raises BadMagic, VersionMismatch, ChecksumMismatch."""
         if len(data) != SUPERBLOCK_BYTES:
             raise BadMagic(f"a superblock has {SUPERBLOCK_BYTES} bytes: got {len(data)}")
-        (magic, version, block_bytes, sequence, store, created, region_bytes, start, grid) = (
-            _FIELDS.unpack_from(data)
-        )
+        magic, version, *numbers = _FIELDS.unpack_from(data)
         if magic != MAGIC:
             raise BadMagic(f"no kvtier superblock: expected {MAGIC!r}, found {magic!r}")
         if version != FORMAT_VERSION:
             raise VersionMismatch("the superblock", version, FORMAT_VERSION)
         if not checksum_holds(data):
             raise ChecksumMismatch("the superblock is damaged: its checksum does not match")
+        block_bytes, sequence, store, created, region_bytes, start, grid, index, more = numbers
         return cls(
-            str(uuid.UUID(bytes=store)), created, region_bytes, block_bytes, sequence, start, grid
+            store_uuid=str(uuid.UUID(bytes=store)),
+            created=created,
+            region_bytes=region_bytes,
+            block_bytes=block_bytes,
+            sequence=sequence,
+            data_start=start,
+            grid_bytes=grid,
+            region_index=index,
+            more_regions=more,
         )
 
 

@@ -1,10 +1,11 @@
-"""A Device on eight worker loops around preadv and pwritev: works on every kernel.
+"""A Device on worker loops around preadv and pwritev: works on every kernel.
 
 Invariants:
 - A batch is done only when no worker touches its memory any more, and a call that waits for one
   returns, also by an exception, only then.
-- Each worker takes a list of requests; one request alone is done by the calling thread, if that
-  waits for it anyway.
+- A worker takes a slice of a batch at a time, of the batch whose turn it is by then: so what is
+  more urgent waits for no more than a slice. There is one token for each slice that waits.
+- A batch of one slice is moved by the calling thread, if that waits for it anyway.
 - A request is done when all of its bytes moved or it has an errno.
 """
 
@@ -18,47 +19,65 @@ from typing import Self
 
 import numpy as np
 
+from kvtier.errors import ConfigError
 from kvtier.io.completion_event import CompletionEvent
-from kvtier.io.device import Buffers, Int64Array, PendingBatch, check_memory
+from kvtier.io.device import Buffers, Int64Array, PendingBatch, Priority, check_memory
+from kvtier.io.engine_limits import WORKERS_MAX
 from kvtier.io.raw_device import RETRIES_MAX, RETRY_S, RawDevice
 from kvtier.io.rawfile import DirectMode, RawFile, open_raw
+from kvtier.io.waiting_line import WaitingLine
 
 WORKERS = 8
+SLICE_BYTES_MAX = 256 << 10
+"""Bytes that a worker moves before it looks for something more urgent, but for longer requests."""
 
 
 class _Work:
     """A batch, shared by the workers that carry it out."""
 
     def __init__(
-        self, batch: PendingBatch, move: Callable[[int], int], finish: Callable[[], None]
+        self,
+        batch: PendingBatch,
+        move: Callable[[int, int], None],
+        finish: Callable[[], None],
+        slices: list[int],
     ) -> None:
-        """move: moves request i whole and returns 0 or an errno. finish: called once, last."""
+        """move: moves requests [first, past) whole and notes their errors. finish: called once,
+        last. slices: where each slice begins, then the count of requests."""
         self.batch = batch
-        self._move: Callable[[int], int] | None = move
+        self.slices = len(slices) - 1
+        self._bounds = slices
+        self._taken = 0
+        self._move: Callable[[int, int], None] | None = move
         self._finish = finish
-        self._parts = 0
+        self._left = self.slices
         self._crash: BaseException | None = None
         self._lock = threading.Lock()
-
-    def expect(self, parts: int) -> None:
-        """So many lists of requests make up the batch."""
-        self._parts = parts
-        if not parts:
+        if not self.slices:
             self._settle()
 
-    def run(self, indices: Int64Array) -> None:
-        """Move these requests, on the thread of the caller."""
+    @property
+    def waits(self) -> bool:
+        """Whether nobody took its last slice yet. Whoever asks or takes holds the line's lock."""
+        return self._taken < self.slices
+
+    def take(self) -> int:
+        """The number of the next slice."""
+        self._taken += 1
+        return self._taken - 1
+
+    def run(self, number: int) -> None:
+        """Move a slice, on the thread of the caller."""
         move = self._move
         assert move is not None
         try:
-            for i in indices:
-                self.batch.errors[i] = move(int(i))
+            move(self._bounds[number], self._bounds[number + 1])
         except BaseException as error:
             # It belongs to the thread that waits for the batch, which raises it.
             self._crash = error
         with self._lock:
-            self._parts -= 1
-            last = not self._parts
+            self._left -= 1
+            last = not self._left
         if last:
             self._settle()
 
@@ -76,75 +95,98 @@ class ThreadsDevice(RawDevice):
 
     def __init__(self, raw: RawFile, workers: int) -> None:
         super().__init__(raw)
+        self.workers = workers
         self._event = CompletionEvent()
-        self._jobs: queue.SimpleQueue[tuple[_Work, Int64Array] | None] = queue.SimpleQueue()
+        self._line: WaitingLine[tuple[_Work, Priority]] = WaitingLine()
+        self._line_lock = threading.Lock()
+        self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"kvtier-io-{i}", daemon=True)
             for i in range(workers)
         ]
 
     @classmethod
-    def open(cls, path: str, *, writable: bool = True, direct: DirectMode = "preferred") -> Self:
-        """Open a block device or file and start the workers. Raises DeviceError."""
-        device = cls(open_raw(path, writable=writable, direct=direct), WORKERS)
+    def open(
+        cls,
+        path: str,
+        *,
+        writable: bool = True,
+        direct: DirectMode = "preferred",
+        workers: int | None = None,
+    ) -> Self:
+        """Open a block device or file and start the workers; None: WORKERS of them.
+
+        Raises DeviceError, ConfigError.
+        """
+        workers = WORKERS if workers is None else workers
+        if not 1 <= workers <= WORKERS_MAX:
+            raise ConfigError(f"the engine threads has 1 to {WORKERS_MAX} workers: got {workers}")
+        device = cls(open_raw(path, writable=writable, direct=direct), workers)
         for thread in device._threads:
             thread.start()
         return device
 
     def close(self) -> None:
-        # Batches count as users of the file, so after this no job is left or can be added.
+        # Batches count as users of the file, so after this no slice is left or can be added.
         self._raw.close()
         if os.getpid() != self._pid:
             return
         threads, self._threads = self._threads, []
         for _ in threads:
-            self._jobs.put(None)
+            self._tokens.put(False)
         for thread in threads:
             thread.join()
         self._event.close()
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            work, indices = job
-            work.run(indices)
+        while self._tokens.get():
+            with self._line_lock:
+                work, priority = self._line.take()
+                number = work.take()
+                if work.waits:
+                    self._line.add_first((work, priority), priority)
+            work.run(number)
             # Without this an idle worker would keep the last batch's memory alive.
-            del job, work, indices
-
-    def start_read(self, offsets: Int64Array, buffers: Buffers) -> PendingBatch:
-        return self._begin("read", offsets, buffers, waits=False)
-
-    def _start(self, what: str, offsets: Int64Array, buffers: Buffers) -> PendingBatch:
-        return self._begin(what, offsets, buffers, waits=True)
+            del work
 
     def _begin(
-        self, what: str, offsets: Int64Array, buffers: Buffers, *, waits: bool
+        self, what: str, offsets: Int64Array, buffers: Buffers, priority: Priority, *, waits: bool
     ) -> PendingBatch:
-        """waits: the caller waits for the batch at once, so its thread may work for it."""
         self._raw.ensure_open()
         self.check(offsets, buffers)
         check_memory(buffers, reading=what == "read")
         batch = PendingBatch(what, self.path, offsets, buffers)
         memory, starts, lengths = buffers.memory.data, buffers.starts, buffers.lengths
         fd = self._raw.acquire()
+        system_call = os.pwritev if what == "write" else os.preadv
 
-        def move(i: int) -> int:
-            start = int(starts[i])
-            view = memory[start : start + int(lengths[i])]
-            return self._move(what == "write", fd, int(offsets[i]), view)
+        def move(first: int, past: int) -> None:
+            which = slice(first, past)
+            places = zip(
+                offsets[which].tolist(),
+                starts[which].tolist(),
+                lengths[which].tolist(),
+                strict=True,
+            )
+            for i, (offset, start, length) in enumerate(places, first):
+                view = memory[start : start + length]
+                error = self._move(system_call, fd, offset, view)
+                if error:
+                    batch.errors[i] = error
 
         def finish() -> None:
             if not waits:
                 self._event.signal()
             self._raw.release()
 
-        work = _Work(batch, move, finish)
-        lists = self._split(lengths)
-        work.expect(len(lists))
-        if waits and len(lists) == 1:
-            work.run(lists[0])
-        else:
-            for indices in lists:
-                self._jobs.put((work, indices))
+        work = _Work(batch, move, finish, self._slices(lengths))
+        if waits and work.slices == 1:
+            work.run(0)
+        elif work.slices:
+            with self._line_lock:
+                self._line.add((work, priority), priority)
+            for _ in range(work.slices):
+                self._tokens.put(True)
         return batch
 
     def wait(self, batch: PendingBatch) -> None:
@@ -160,25 +202,31 @@ class ThreadsDevice(RawDevice):
         with self._raw.use():
             self._event.clear()
 
-    def _split(self, lengths: Int64Array) -> list[Int64Array]:
-        """Lists of neighbouring requests of about the same bytes, at most one per worker."""
-        if not len(lengths):
-            return []
+    def _slices(self, lengths: Int64Array) -> list[int]:
+        """Bounds of slices of about the same bytes: one for each worker, more where those would
+        be long."""
+        count = len(lengths)
+        if count < 2:
+            return [0, count][: count + 1]
         ends = np.cumsum(lengths)
-        workers = min(WORKERS, len(lengths))
-        cuts = np.searchsorted(ends, ends[-1] * np.arange(1, workers) / workers)
-        lists = np.split(np.arange(len(lengths)), cuts)
-        return [indices for indices in lists if len(indices)]
+        total = int(ends[-1])
+        wanted = min(count, max(self.workers, -(-total // SLICE_BYTES_MAX)))
+        cuts = np.searchsorted(ends, total * np.arange(1, wanted) / wanted) + 1
+        return [0, *sorted({cut for cut in cuts.tolist() if cut < count}), count]
 
-    def _move(self, writing: bool, fd: int, offset: int, view: memoryview) -> int:
+    def _move(
+        self,
+        system_call: Callable[[int, list[memoryview], int], int],
+        fd: int,
+        offset: int,
+        view: memoryview,
+    ) -> int:
         """Move all bytes of one request. Returns 0 or an errno."""
         done = retries = 0
-        while done < len(view):
+        size = len(view)
+        while done < size:
             try:
-                if writing:
-                    moved = os.pwritev(fd, [view[done:]], offset + done)
-                else:
-                    moved = os.preadv(fd, [view[done:]], offset + done)
+                moved = system_call(fd, [view[done:] if done else view], offset + done)
             except BlockingIOError:
                 retries += 1
                 if retries > RETRIES_MAX:

@@ -1,10 +1,12 @@
-"""A Device on io_uring: one ring per device, 32 requests deep, shared by any number of batches.
+"""A Device on io_uring: one ring per device, shared by any number of batches.
 
 Invariants:
 - The ring is touched under `_changed` alone, which is never held while waiting for the device; only
-  `_leader` waits, and while there is a leader nobody else takes completions.
+  `_leader` waits, handing over what it pushed on its way, and while there is a leader nobody else
+  takes completions.
 - A flight is in `_flights` from its start until none of its requests is in flight or waiting; so
-  its memory, and the file, outlive its requests.
+  its memory, and the file, outlive its requests. It is in `_line` if requests of it wait.
+- Writes and scrub reads fill at most half of the ring, so that demand finds room at once.
 - What breaks off a change of these (KeyboardInterrupt, an error of the ring) is followed by
   `_recover`: nothing in flight, and every request that is not done begins again or has failed.
 - A request is done when all of its bytes moved or it has an errno; nothing else ends it.
@@ -13,33 +15,29 @@ Invariants:
 import errno
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Self
 
-import numpy as np
-
-from kvtier.errors import DeviceError
+from kvtier.errors import ConfigError, DeviceError
 from kvtier.io import ring as ring_module
 from kvtier.io.completion_event import CompletionEvent
-from kvtier.io.device import Buffers, ByteArray, Int64Array, PendingBatch, check_memory
+from kvtier.io.device import Buffers, ByteArray, Int64Array, PendingBatch, Priority, check_memory
+from kvtier.io.engine_limits import DEPTH_MAX
 from kvtier.io.probe import memlock_words
 from kvtier.io.raw_device import RawDevice
 from kvtier.io.rawfile import DirectMode, RawFile, open_raw
 from kvtier.io.ring import Ring
-from kvtier.io.uring_flight import Flight
+from kvtier.io.ring_arena import RingArena
+from kvtier.io.ring_guard import RingGuard
+from kvtier.io.uring_flight import INDEX_BITS, INDEX_MASK, Flight
+from kvtier.io.waiting_line import WaitingLine
 
 DEPTH = 32
-SUBMIT_MIN = 8
-"""Requests are handed over in groups of at least this many while enough of them wait."""
-TRANSFER_BYTES_MAX = 1 << 30
-"""The kernel moves less than 2 GiB per request; longer ones are continued like short transfers."""
-REGISTERED_PIECE_BYTES = 1 << 30
-"""The kernel's limit for one registered buffer; an arena is registered in pieces of this size."""
-_INDEX_BITS = 32
-"""user_data of a request: the flight's number, then in so many bits the index in the batch."""
+REFILL = 8
+"""While requests wait, the ring is filled up when so many are complete."""
 _NUMBERS = 1 << 30
+"""Flights are numbered up to this, and then anew."""
+_NO_ARENA = RingArena()
 
 
 class UringDevice(RawDevice):
@@ -54,24 +52,33 @@ class UringDevice(RawDevice):
         self._ring = ring
         self._changed = threading.Condition()
         self._flights: dict[int, Flight] = {}
-        self._waiting: deque[tuple[Flight, Int64Array]] = deque()
+        self._line: WaitingLine[Flight] = WaitingLine()
         self._last_number = 0
         self._leader: object | None = None
-        self._must_recover = False
-        self._ring_error: OSError | None = None
+        self._followers = 0
+        self._alone = RingGuard(self._recover, lambda: self._leader is None)
         self._event = CompletionEvent()
         self._event_registered = False
         self._ring_closed = False
-        self._arena: ByteArray | None = None
-        self._arena_start = 0
-        self._arena_end = 0
+        self._arena = _NO_ARENA
 
     @classmethod
-    def open(cls, path: str, *, writable: bool = True, direct: DirectMode = "preferred") -> Self:
-        """Open a block device or file. Raises DeviceError, also if io_uring is refused."""
+    def open(
+        cls,
+        path: str,
+        *,
+        writable: bool = True,
+        direct: DirectMode = "preferred",
+        depth: int | None = None,
+    ) -> Self:
+        """Open a block device or file. depth: requests in flight at most; None: DEPTH.
+
+        Raises DeviceError, also if io_uring is refused, ConfigError.
+        """
+        depth = checked_depth(depth)
         raw = open_raw(path, writable=writable, direct=direct)
         try:
-            ring = Ring.open(DEPTH)
+            ring = Ring.open(depth)
         except OSError as error:
             raw.close()
             raise DeviceError(
@@ -82,27 +89,33 @@ class UringDevice(RawDevice):
     def register(self, memory: ByteArray) -> bool:
         """Pin an arena for the kernel. False, with `registered_reason`, where it refuses."""
         with self._raw.use(), self._changed:
-            if self._arena is not None:
+            with self._alone:
+                # What is pushed names the arena that was; handed over, it keeps that.
+                self._ring.submit()
+            if self._arena is not _NO_ARENA:
                 self._ring.unregister_buffers()
-                self._arena, self._arena_start, self._arena_end = None, 0, 0
-            start, end = int(memory.ctypes.data), int(memory.ctypes.data) + memory.size
-            starts = list(range(start, end, REGISTERED_PIECE_BYTES))
-            lengths = [min(REGISTERED_PIECE_BYTES, end - piece) for piece in starts]
-            if not starts:
+                self._arena = _NO_ARENA
+            if memory.size:
+                self._register(memory)
+            else:
                 self.registered_reason = "the arena is empty"
-                return False
-            try:
-                self._ring.register_buffers(starts, lengths)
-            except OSError as error:
-                name = errno.errorcode.get(error.errno or 0, str(error.errno))
-                self.registered_reason = (
-                    f"not registered ({name}): pinning {memory.size} bytes goes past the memlock "
-                    f"limit of {memlock_words()} (ulimit -l), or the kernel refuses it"
-                )
-                return False
-            self._arena, self._arena_start, self._arena_end = memory, start, end
+            for flight in self._flights.values():
+                flight.renew(self._arena)
+            return self._arena is not _NO_ARENA
+
+    def _register(self, memory: ByteArray) -> None:
+        arena = RingArena.of(memory)
+        try:
+            self._ring.register_buffers(*arena.pieces())
+        except OSError as error:
+            name = errno.errorcode.get(error.errno or 0, str(error.errno))
+            self.registered_reason = (
+                f"not registered ({name}): pinning {memory.size} bytes goes past the memlock "
+                f"limit of {memlock_words()} (ulimit -l), or the kernel refuses it"
+            )
+        else:
+            self._arena = arena
             self.registered_reason = f"registered: {memory.size} bytes"
-            return True
 
     def close(self) -> None:
         if os.getpid() != self._pid:
@@ -120,43 +133,56 @@ class UringDevice(RawDevice):
                 self._ring_closed = True
                 self._ring.close()
                 self._event.close()
-                self._arena = None
+                self._arena = _NO_ARENA
 
     # ---- batches ----------------------------------------------------------------------------
 
-    def start_read(self, offsets: Int64Array, buffers: Buffers) -> PendingBatch:
-        # From the page cache the kernel would copy at once, on the thread that submits.
-        return self._begin("read", offsets, buffers, 0 if self.direct_io else ring_module.ASYNC)
-
-    def _start(self, what: str, offsets: Int64Array, buffers: Buffers) -> PendingBatch:
-        return self._begin(what, offsets, buffers, 0)
-
-    def _begin(self, what: str, offsets: Int64Array, buffers: Buffers, flags: int) -> PendingBatch:
+    def _begin(
+        self, what: str, offsets: Int64Array, buffers: Buffers, priority: Priority, *, waits: bool
+    ) -> PendingBatch:
         self._raw.ensure_open()
         self.check(offsets, buffers)
         check_memory(buffers, reading=what == "read")
         batch = PendingBatch(what, self.path, offsets, buffers)
-        flight = Flight(batch, buffers, flags)
+        # Into and from the page cache the kernel would copy at once, on the thread that submits.
+        flags = 0 if waits or self.direct_io else ring_module.ASYNC
+        flight = self._new_flight(batch, buffers, priority, flags)
         with self._changed:
             # Under the same lock: a close that saw no flight must not be followed by one.
             flight.fd = self._raw.acquire()
             self._last_number = (self._last_number + 1) % _NUMBERS
             flight.number = self._last_number
             self._flights[flight.number] = flight
-            with self._alone():
-                self._queue(flight, flight.unfinished())
+            with self._alone:
+                self._queue(flight)
                 self._pump()
+                # Who waits at once hands over and waits by one call, if nobody waits already.
+                if not waits or self._leader is not None:
+                    self._ring.submit()
         return batch
 
+    def _new_flight(
+        self, batch: PendingBatch, buffers: Buffers, priority: Priority, flags: int
+    ) -> Flight:
+        """What makes the entries and reads the results; `passthrough.py` has another."""
+        return Flight(batch, buffers, priority, flags)
+
     def wait(self, batch: PendingBatch) -> None:
+        own: Flight | None = None
         try:
-            self._drive(lambda: batch.done)
+            own = None if batch.done else self._flight_of(batch)
+            self._drive(lambda: batch.done, own)
         except BaseException:
             # Ctrl-C: nothing more of it shall begin, but what is in flight still moves bytes.
-            self._abandon(batch)
-            self._drive(lambda: batch.done)
+            if own is not None:
+                self._abandon(own)
+            self._drive(lambda: batch.done, own)
             raise
         batch.result()
+
+    def _flight_of(self, batch: PendingBatch) -> Flight | None:
+        with self._changed:
+            return next((each for each in self._flights.values() if each.batch is batch), None)
 
     @property
     def completion_fd(self) -> int:
@@ -183,29 +209,38 @@ class UringDevice(RawDevice):
             self._event.clear()
             if self._leader is None:
                 # Else the leader takes what is there, and signals for what it settles.
-                with self._alone():
+                with self._alone:
                     self._reap()
                     self._pump()
+                    self._ring.submit()
 
     # ---- the ring ---------------------------------------------------------------------------
 
-    def _drive(self, until: Callable[[], bool]) -> None:
-        """Wait for completions, or for who waits for them, until `until` (called locked) holds."""
+    def _drive(self, until: Callable[[], bool], own: Flight | None = None) -> None:
+        """Wait for completions, or for who waits for them, until `until` (called locked) holds.
+        own: the flight that it is about."""
         me = object()
+        failure: OSError | None = None
         try:
             while True:
-                count = 0
                 with self._changed:
-                    while self._leader is not None and not until():
-                        self._changed.wait()
+                    if self._leader is me:
+                        self._take_completions(failure)
+                        failure = None
+                    self._follow(until)
                     if until():
+                        self._changed.notify_all()
                         return
-                    with self._alone():
+                    with self._alone:
                         self._pump()
-                        count = self._worth_waiting_for()
+                        submit = self._ring.left_to_wait()
+                        count = self._worth_waiting_for(own)
                         self._leader = me
                 if count:
-                    self._lead(count)
+                    try:
+                        self._ring.wait(count, submit)
+                    except OSError as error:
+                        failure = error
         except BaseException:
             with self._changed:
                 if self._leader is me:
@@ -213,50 +248,40 @@ class UringDevice(RawDevice):
                     self._changed.notify_all()
             raise
 
-    def _lead(self, count: int) -> None:
-        """Wait for `count` completions and take what is there then."""
-        failure: OSError | None = None
-        try:
-            self._ring.wait(count)
-        except OSError as error:
-            failure = error
-        with self._changed:
-            self._leader = None
-            with self._alone():
-                if failure is not None:
-                    raise failure
-                self._reap(signalled=False)
-            self._changed.notify_all()
+    def _take_completions(self, failure: OSError | None) -> None:
+        """What the leader does after it waited, or after that failed."""
+        self._leader = None
+        with self._alone:
+            if failure is not None:
+                raise failure
+            self._reap(signalled=False)
 
-    def _worth_waiting_for(self) -> int:
-        """For how many completions the leader waits: few where somebody waits beside it."""
-        flying = self._ring.in_flight
-        if len(self._flights) > 1:
-            return min(1, flying)
-        return min(SUBMIT_MIN, flying) if self._waiting else flying
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Around every change of ring and flights, locked. An OSError of the ring ends here and
-        becomes an error of the batches."""
-        if self._must_recover and self._leader is None:
-            self._recover()
+    def _follow(self, until: Callable[[], bool]) -> None:
+        """Sleep while another one leads."""
+        if self._leader is None:
+            return
+        self._followers += 1
         try:
-            yield
-        except OSError as error:
-            self._ring_error = error
-            self._must_recover = True
-        except BaseException:
-            self._must_recover = True
-            raise
+            while self._leader is not None and not until():
+                self._changed.wait()
         finally:
-            if self._must_recover and self._leader is None:
-                self._recover()
+            self._followers -= 1
+
+    def _worth_waiting_for(self, own: Flight | None) -> int:
+        """For how many completions the leader waits: few where somebody waits beside it, or may
+        come with something more urgent."""
+        flying = self._ring.in_flight
+        alone = len(self._flights) == 1 or not (self._followers or self._event_registered)
+        if own is None or not alone or own.priority > Priority.PREFETCH:
+            return min(1, flying)
+        if self._line:
+            return min(REFILL, flying)
+        return min(flying, own.left)
 
     def _recover(self) -> None:
         """Let nothing be in flight, and begin anew what is not done; or let it fail, if the ring
         reported an error. There is no leader, whose completions this would take."""
-        error, self._ring_error = self._ring_error, None
+        error = self._alone.taken()
         message = f"io_uring failed on {self.path}: {error.strerror}" if error else ""
         try:
             self._ring.drain()
@@ -265,93 +290,101 @@ class UringDevice(RawDevice):
             message = (
                 f"the io_uring of {self.path} is broken: {broken.strerror}. Open the device anew."
             )
-        self._must_recover = False
-        self._waiting.clear()
+        self._alone.mended()
+        self._line.clear()
         for flight in list(self._flights.values()):
             if error is not None:
                 self._settle(flight, DeviceError(message, error.errno or 0))
             else:
-                self._queue(flight, flight.unfinished())
+                self._queue(flight)
         self._event.signal()
         try:
             self._pump()
+            self._ring.submit()
         except OSError as again:
-            self._ring_error = again
-            self._must_recover = True
+            self._alone.broken_off(again)
 
-    def _queue(self, flight: Flight, indices: Int64Array) -> None:
+    def _queue(self, flight: Flight) -> None:
         """Let all that is left of a flight begin, now that nothing of it is in flight."""
-        flight.left = len(indices)
+        flight.begin(self._arena)
         if flight.left:
-            self._waiting.append((flight, indices))
+            self._line.add(flight, flight.priority)
         else:
             self._settle(flight)
 
     def _pump(self) -> None:
-        """Push what waits, first come first served, as far as the ring has room."""
-        while self._waiting and self._ring.in_flight < self._ring.depth:
-            flight, indices = self._waiting.popleft()
-            room = self._ring.depth - self._ring.in_flight
-            if len(indices) > room:
-                self._waiting.appendleft((flight, indices[room:]))
-            self._push(flight, indices[:room])
-        self._ring.submit()
+        """Push what waits, in its turn, as far as the ring has room for it."""
+        while self._line:
+            flight = self._line.take()
+            room = self._room(flight.priority)
+            if room > 0:
+                self._ring.push(flight.take(room))
+            if flight.waiting:
+                self._line.add_first(flight, flight.priority)
+                # What waits behind it has no more room than it has.
+                return
 
-    def _push(self, flight: Flight, now: Int64Array) -> None:
-        """Push what is left of the requests `now`."""
-        moved = flight.moved[now]
-        addresses = flight.addresses[now] + moved
-        lengths = np.minimum(flight.lengths[now] - moved, TRANSFER_BYTES_MAX)
-        first = (addresses - self._arena_start) // REGISTERED_PIECE_BYTES
-        last = (addresses + lengths - 1 - self._arena_start) // REGISTERED_PIECE_BYTES
-        inside = (addresses >= self._arena_start) & (addresses + lengths <= self._arena_end)
-        fixed = inside & (first == last)
-        writing = flight.batch.what == "write"
-        plain_code = ring_module.WRITE if writing else ring_module.READ
-        fixed_code = ring_module.WRITE_FIXED if writing else ring_module.READ_FIXED
-        self._ring.push(
-            flight.fd,
-            np.where(fixed, fixed_code, plain_code).astype(np.uint8),
-            (flight.offsets[now] + moved, addresses, lengths),
-            np.where(fixed, first, 0),
-            (flight.number << _INDEX_BITS) | now,
-            flight.flags,
-        )
+    def _room(self, priority: Priority) -> int:
+        """How many requests of this priority may be pushed now."""
+        room = self._ring.depth - self._ring.in_flight
+        if priority < Priority.WRITE:
+            return room
+        others = self._flights.values()
+        background = sum(each.flying for each in others if each.priority >= Priority.WRITE)
+        return min(room, max(1, self._ring.depth // 2) - background)
 
     def _reap(self, *, signalled: bool = True) -> None:
         """Book what is complete. signalled: whoever polls looks at the batches right now."""
         done, results = self._ring.reap()
-        numbers = done >> _INDEX_BITS
-        indices = done & ((1 << _INDEX_BITS) - 1)
+        if not len(done):
+            return
         settled = False
-        for number in set(numbers.tolist()):
-            flight, own = self._flights[number], numbers == number
-            again = flight.account(
-                indices[own], results[own], self.block_bytes if self.direct_io else 1
-            )
-            if len(again):
-                self._waiting.append((flight, again))
-            if not flight.left:
-                self._settle(flight)
-                settled = True
+        numbers = done >> INDEX_BITS
+        first = int(numbers[0])
+        if len(self._flights) == 1 or (numbers == first).all():
+            # Also among several flights most completions are those of one.
+            settled = self._account(self._flights[first], done, results)
+        else:
+            for number in set(numbers.tolist()):
+                own = numbers == number
+                settled |= self._account(self._flights[number], done[own], results[own])
         if settled and not signalled:
             self._event.signal()
+
+    def _account(self, flight: Flight, done: Int64Array, results: Int64Array) -> bool:
+        """Book completions of one flight; True if it is done."""
+        waited = flight.waiting
+        block_bytes = self.block_bytes if self.direct_io else 1
+        flight.account(done & INDEX_MASK, results, block_bytes, self._arena)
+        if flight.waiting and not waited:
+            self._line.add(flight, flight.priority)
+        if not flight.left:
+            self._settle(flight)
+        return not flight.left
 
     def _settle(self, flight: Flight, crash: DeviceError | None = None) -> None:
         del self._flights[flight.number]
         self._raw.release()
-        flight.batch.settle(crash)
+        flight.settle(crash)
         self._changed.notify_all()
 
-    def _abandon(self, batch: PendingBatch) -> None:
+    def _abandon(self, flight: Flight) -> None:
         """Begin nothing more of a batch; it is done when what is in flight of it is."""
         with self._changed:
-            for flight in [each for each in self._flights.values() if each.batch is batch]:
-                with self._alone():
-                    flight.abandoned = True
-                    for place in [each for each in self._waiting if each[0] is flight]:
-                        flight.give_up(place[1])
-                    self._waiting = deque(each for each in self._waiting if each[0] is not flight)
-                    if not flight.left and not batch.done:
-                        self._settle(flight)
-                    self._pump()
+            if flight.batch.done:
+                return
+            with self._alone:
+                self._line.remove(lambda each: each is flight)
+                flight.abandon()
+                if not flight.left:
+                    self._settle(flight)
+                self._pump()
+                self._ring.submit()
+
+
+def checked_depth(depth: int | None) -> int:
+    """The depth of a ring; None: DEPTH. Raises ConfigError where no ring is so deep."""
+    depth = DEPTH if depth is None else depth
+    if not 1 <= depth <= DEPTH_MAX:
+        raise ConfigError(f"a ring has a depth of 1 to {DEPTH_MAX} requests: got {depth}")
+    return depth

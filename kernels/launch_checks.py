@@ -40,18 +40,29 @@ def check_paged(
     _check_tensor("frames", frames, (None, None), (torch.int64,))
     kv_heads, pages = frames.shape
     _check_heads("frames", q_heads, kv_heads)
-    if frames.numel() > 0:
-        low, high = (int(bound) for bound in torch.aminmax(frames))
-        if low < 0 or high >= pool.shape[0]:
-            raise ConfigError(
-                f"frames holds indices {low} to {high}; it takes 0 to {pool.shape[0] - 1}, the "
-                "frames of pool"
-            )
     if valid is not None:
-        _check_tensor("valid", valid, (kv_heads, pages, PAGE_TOKENS), (torch.bool,))
+        _check_tensor("valid", valid, (kv_heads, None, PAGE_TOKENS), (torch.bool,))
+        if valid.shape[1] > pages:
+            raise ConfigError(
+                f"valid is for the last {valid.shape[1]} pages; frames has {pages} of them"
+            )
     if visible is not None:
         heads = 1 if visible.dim() == 4 and visible.shape[1] == 1 else kv_heads
         _check_tensor("visible", visible, (n, heads, pages, PAGE_TOKENS), (torch.bool,))
+
+
+def require_in_pool(frames: Tensor, pool: Tensor) -> None:
+    """Raise ConfigError unless all frames are rows of the pool.
+
+    For when gathering them failed: torch looks at every index anyway, and a pass over the frames of
+    a million tokens in every layer of every step would cost more than all other checks.
+    """
+    low, high = (int(bound) for bound in torch.aminmax(frames))
+    if low < 0 or high >= pool.shape[0]:
+        raise ConfigError(
+            f"frames holds indices {low} to {high}; it takes 0 to {pool.shape[0] - 1}, the "
+            "frames of pool"
+        )
 
 
 def check_dense(query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> None:
@@ -82,12 +93,12 @@ def _check_tensor(
     name: str, tensor: Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]
 ) -> None:
     """None in `shape` stands for any size."""
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ConfigError(f"{name} is on {tensor.device}; this kernel takes tensors on the cpu")
-    fits = tensor.dim() == len(shape) and all(
-        want is None or got == want for got, want in zip(tensor.shape, shape, strict=True)
-    )
-    if not fits:
+    got = tuple(tensor.shape)
+    if len(got) != len(shape) or got != tuple(
+        [have if want is None else want for have, want in zip(got, shape, strict=True)]
+    ):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise ConfigError(f"{name} has shape {list(tensor.shape)}; it takes [{wanted}]")
     if tensor.dtype not in dtypes:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import ConfigError
-from kvtier.kernels.launch_checks import PAGE_TOKENS, check_dense, check_paged
+from kvtier.kernels.launch_checks import PAGE_TOKENS, check_dense, check_paged, require_in_pool
+from kvtier.kernels.masks import Mask, chunk_mask, hidden_slots
 
 CHUNK_PAGES = 128
 """Pages of one kv head gathered at a time (2048 tokens)."""
@@ -127,11 +128,12 @@ def paged_attention(
     """Exact attention of every query over the given pages.
 
     `query` [q_heads, n, Dk]; `pool` [frames, 16*(Dk+Dv)], contiguous, same dtype; `frames` int64
-    [kv_heads, pages]; `widths` (Dk, Dv). `valid` bool [kv_heads, pages, 16] marks the slots that
-    count (None: all of them); the bytes of other slots cannot influence the result. A kv head with
-    fewer pages than another repeats any frame with all its slots invalid. `visible` bool
-    [n, kv_heads or 1, pages, 16] hides slots from single queries. A slot that some queries see and
-    others do not must hold finite values, else 0 * inf reaches those that do not see it.
+    [kv_heads, pages]; `widths` (Dk, Dv). `valid` bool [kv_heads, m, 16] marks the slots that count
+    of the last m pages; those of pages before them all do (None: all of them). The bytes of other
+    slots cannot influence the result. A kv head with fewer pages than another repeats any frame
+    with all its slots invalid. `visible` bool [n, kv_heads or 1, pages, 16] hides slots from single
+    queries. A slot that some queries see and others do not must hold finite values, else 0 * inf
+    reaches those that do not see it.
     Scores are query . key * scale, then softcap * tanh(score / softcap) when there is a softcap.
     Raises ConfigError for arguments that do not fit together.
     """
@@ -149,7 +151,8 @@ def paged_attention(
             seen = None if visible is None else visible[first:last]
             for start in range(0, pages, chunk_pages):
                 part = slice(start, min(pages, start + chunk_pages))
-                mask = _chunk_mask(valid, seen, part, running)
+                hidden = hidden_slots(valid, part, pages)
+                mask = chunk_mask(hidden, seen, part, kv_heads, workspace)
                 if mask is not None and mask.hidden.numel() == mask.slots:
                     continue
                 _add_chunk(running, _Chunk(pool, frames[:, part], widths), mask, rule)
@@ -223,20 +226,6 @@ class _Chunk:
     pool: Tensor
     frames: Tensor
     widths: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Mask:
-    """What a chunk hides.
-
-    `hidden`: int64, token rows of [kv_heads * tokens] that no query of the block sees.
-    `slots`: how many token rows the chunk has. `scores`: bool, True where a score is hidden,
-    [kv_heads, 1, queries or 1, tokens].
-    """
-
-    hidden: Tensor
-    slots: int
-    scores: Tensor
 
 
 class _Running:
@@ -343,36 +332,18 @@ def _hide_edges(scores: Tensor, first: int, start: int, reach: int) -> None:
         scores[..., :past].masked_fill_(columns[:past] <= rows - reach, -math.inf)
 
 
-def _chunk_mask(
-    valid: Tensor | None, seen: Tensor | None, pages: slice, running: _Running
-) -> _Mask | None:
-    """What these pages hide from a block of queries, or None when all of it is visible."""
-    kv_heads = running.query.shape[0]
-    hidden = None if valid is None else ~valid[:, pages].flatten(1)
-    if seen is not None:
-        part = seen[:, :, pages].transpose(0, 1)
-        shape = (kv_heads, part.shape[1], part.shape[2] * PAGE_TOKENS)
-        unseen = running.workspace.take("mask", shape, torch.bool)
-        unseen.view(kv_heads, *part.shape[1:]).copy_(part)
-        unseen.logical_not_()
-        if hidden is not None:
-            unseen.logical_or_(hidden.unsqueeze(1))
-        hidden, scores = unseen.all(1), unseen.unsqueeze(1)
-    elif hidden is not None and bool(hidden.any()):
-        scores = hidden[:, None, None]
-    else:
-        return None
-    return _Mask(hidden.reshape(-1).nonzero().squeeze(1), hidden.numel(), scores)
-
-
-def _add_chunk(running: _Running, chunk: _Chunk, mask: _Mask | None, rule: _Rule) -> None:
+def _add_chunk(running: _Running, chunk: _Chunk, mask: Mask | None, rule: _Rule) -> None:
     """Gather the pages of a chunk and add them to a running softmax."""
     key_width, value_width = chunk.widths
     kv_heads = chunk.frames.shape[0]
     cut = PAGE_TOKENS * key_width
     rows = chunk.frames.reshape(-1)
-    keys = _gather(chunk.pool[:, :cut], rows, "keys", running.workspace)
-    values = _gather(chunk.pool[:, cut:], rows, "values", running.workspace)
+    try:
+        keys = _gather(chunk.pool[:, :cut], rows, "keys", running.workspace)
+        values = _gather(chunk.pool[:, cut:], rows, "values", running.workspace)
+    except (IndexError, RuntimeError):
+        require_in_pool(chunk.frames, chunk.pool)
+        raise
     scores = running.scores(keys.view(kv_heads, -1, key_width), rule)
     if mask is not None:
         # A weight of 0 does not silence a value of NaN or Inf, so hidden values become 0. Only

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ def open(  # noqa: A001
     fingerprint: Mapping[str, Any] | str | None = None,
     namespace: str = "",
     salt: str | bytes = "",
-    region: int | str | None = None,
+    region: int | str | Sequence[str] | None = None,
     hot: int | str = "512MiB",
     host: int | str = 0,
     engine: Engine = "auto",

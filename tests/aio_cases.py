@@ -116,7 +116,7 @@ def is_at_rest(aio: AsyncStore) -> bool:
 def hot_is_accounted_for(store: Store) -> bool:
     """Every Frame that HOT has handed out holds a Page."""
     hot = store._residency.hot
-    held = int(hot.pages.sum(axis=1) @ store._mover.frame_bytes)
+    held = int(hot.pages.sum(axis=1) @ store._room.frame_bytes)
     return held == hot.tier.used_bytes
 
 

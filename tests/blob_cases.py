@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtier.errors import DeviceError, FormatError
 from kvtier.io.alignment import GRID_BYTES
-from kvtier.io.device import Buffers, Int64Array
+from kvtier.io.device import Buffers, Int64Array, Priority
 from kvtier.io.simulated import SimulatedDevice
 from kvtier.io.simulated_faults import Faults
 from kvtier.tiering import opening, slab_format, verifier
@@ -43,9 +43,11 @@ class CutDevice(SimulatedDevice):
             raise DeviceError("the power was cut")
         self.calls_left -= 1
 
-    def read(self, offsets: Int64Array, buffers: Buffers) -> None:
+    def read(
+        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
+    ) -> None:
         self._take()
-        super().read(offsets, buffers)
+        super().read(offsets, buffers, priority)
 
     def write(self, offsets: Int64Array, buffers: Buffers) -> None:
         self._take()

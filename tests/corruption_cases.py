@@ -196,7 +196,7 @@ class FilledStore:
         report = Report()
         checker = ExtentChecker(self.device, self.store_uuid, report)
         if owner is None:
-            check_superblocks(checker, self.store_uuid)
+            check_superblocks(checker, 0, self.device)
             return report.findings
         if isinstance(owner, RecordPlace):
             return checker.check_record(owner.extent, owner.expected, owner.whose)

@@ -22,6 +22,7 @@ import yaml
 from kvtier.errors import FormatError, KvtierError
 from kvtier.io.alignment import GRID_BYTES
 from kvtier.io.catalog import unpack_extents
+from kvtier.io.extent import drive_start
 from kvtier.io.simulated import SimulatedDevice
 from kvtier.io.simulated_faults import NO_FAULTS, Faults
 from kvtier.io.simulated_medium import Medium
@@ -65,10 +66,11 @@ SETTINGS_FILE = f"{STORE}/store.yaml"
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What a recovery left: every row of the catalog, the region, what the allocator has in use."""
+    """What a recovery left: every row of the catalog, the regions, what the allocator has in
+    use."""
 
     rows: Mapping[str, list[Any]]
-    region: bytes
+    regions: tuple[bytes, ...]
     used: Mapping[int, int]
 
     @property
@@ -82,15 +84,16 @@ class _State:
 class Checker:
     """Checks images one by one in a scratch directory. Made by `checking`."""
 
-    def __init__(self, scratch: Path, lists: Names, region: str) -> None:
-        """region: its path, relative to the root."""
+    def __init__(self, scratch: Path, lists: Names, regions: tuple[str, ...]) -> None:
+        """regions: their paths, relative to the root."""
         self.root = scratch
         self.lists = lists
-        self.region = region
+        self.regions = regions
         self.kv = KV(TINY)
-        self.device: SimulatedDevice | None = None
-        self._image: bytes = b""
-        self._inode = -1
+        self.devices: dict[str, SimulatedDevice] = {}
+        """By path relative to the root: the regions as they were opened last."""
+        self._images: dict[str, bytes] = {}
+        self._inodes: dict[str, int] = {}
         self._rows: dict[tuple[int, bytes], Any] = {}
 
     # ---- the media --------------------------------------------------------------------------
@@ -102,29 +105,33 @@ class Checker:
             shutil.rmtree(old)
         for each in sorted(image.directories):
             (self.root / each).mkdir()
-        self._image, self._inode = b"", -1
+        self._images, self._inodes = {}, {}
         for name, data in image.files.items():
             path = self.root / name
             with path.open("wb") as file:
-                if name == self.region:
-                    self._image = data
-                if name == self.region and SETTINGS_FILE in image.files:
+                if name in self.regions and SETTINGS_FILE in image.files:
                     # A store that is there asks the file for its size alone.
                     file.truncate(len(data))
                 else:
                     file.write(data)
-                if name == self.region:
-                    self._inode = os.fstat(file.fileno()).st_ino
+                if name in self.regions:
+                    self._images[name] = data
+                    self._inodes[name] = os.fstat(file.fileno()).st_ino
         return directory
 
     def open_device(self, path: str, **wishes: object) -> SimulatedDevice:
         """The region, in place of what the store would open. A file made anew holds zeros."""
-        self.device = SimulatedDevice.from_image(self._content(path), path=path, faults=CACHE)
-        return self.device
+        device = SimulatedDevice.from_image(self._content(path), path=path, faults=CACHE)
+        self.devices[self._name(path)] = device
+        return device
+
+    def _name(self, path: str) -> str:
+        return os.path.relpath(path, self.root)
 
     def _content(self, path: str) -> bytes:
-        found = os.stat(path)
-        return self._image if found.st_ino == self._inode else bytes(found.st_size)
+        found, name = os.stat(path), self._name(path)
+        is_laid = found.st_ino == self._inodes.get(name)
+        return self._images[name] if is_laid else bytes(found.st_size)
 
     def recovery_of(self, image: Image) -> list[Event]:
         """What the first open after a crash does to the media."""
@@ -136,7 +143,7 @@ class Checker:
             return recording_device(log, path, Medium.holding(content), len(content))
 
         is_new = not store_files.is_store(directory)
-        config = store_config(self.root, self.region, is_new=is_new)
+        config = store_config(self.root, self.regions, is_new=is_new)
         with (
             recorded_files(log),
             recorded_catalogs(log),
@@ -147,10 +154,10 @@ class Checker:
 
     def look_at_device(self, path: str, **wishes: object) -> SimulatedDevice:
         """A second opening of the region, which sees what the first one sees."""
-        assert self.device is not None
-        sizes = (self.device.block_bytes, self.device.capacity_bytes)
+        device = self.devices[self._name(path)]
+        sizes = (device.block_bytes, device.capacity_bytes)
         return SimulatedDevice(
-            self.device._medium, sizes, seed=0, faults=NO_FAULTS, path=path, log_bytes_max=1 << 20
+            device._medium, sizes, seed=0, faults=NO_FAULTS, path=path, log_bytes_max=1 << 20
         )
 
     # ---- checks -----------------------------------------------------------------------------
@@ -177,7 +184,7 @@ class Checker:
                 found.append("what is in use is not what the catalog's rows name")
             found += _wrong_records(first)
             found += _removed_heads(first, before)
-            self._image = self._left_on_device(image)
+            self._images = {name: self._left_on_device(name, image) for name in self.regions}
             with self._recovered(directory) as store:
                 used = _in_use(store)
             return found + _differences(first, self._state(directory, used))
@@ -185,18 +192,17 @@ class Checker:
             return [f"{type(error).__name__}: {error}"]
 
     def _recovered(self, directory: Path) -> Store:
-        return open_store(directory, TINY, store_config(self.root, self.region, is_new=False))
+        return open_store(directory, TINY, store_config(self.root, self.regions, is_new=False))
 
     def _state(self, directory: Path, used: Mapping[int, int]) -> _State:
-        assert self.device is not None
-        return _State(_all_rows(directory / CATALOG), self.device.live(), used)
+        live = tuple(self.devices[name].live() for name in self.regions)
+        return _State(_all_rows(directory / CATALOG), live, used)
 
-    def _left_on_device(self, image: Image) -> bytes:
-        """The region after a recovery whose device then lost its power: what was flushed."""
-        assert self.device is not None
-        if not self.device.log:
-            return image.files[self.region]
-        return self.device.image("none")
+    def _left_on_device(self, name: str, image: Image) -> bytes:
+        """A region after a recovery whose device then lost its power: what was flushed."""
+        if not self.devices[name].log:
+            return image.files[name]
+        return self.devices[name].image("none")
 
     def _wrong_names(self, store: Store, before: Snapshot, after: Snapshot) -> Iterator[str]:
         found: dict[str, Named] = {}
@@ -250,7 +256,7 @@ class Checker:
     def _make_again(self, directory: Path) -> list[str]:
         """Where no store was made yet, one can be made, and it works."""
         tokens = some_tokens(40, 1)
-        config = store_config(self.root, self.region, is_new=True)
+        config = store_config(self.root, self.regions, is_new=True)
         with open_store(directory, TINY, config) as store:
             if store.names() or store._registry.committed:
                 return ["a store that was never made has names or segments"]
@@ -278,7 +284,7 @@ def _in_use(store: Store) -> dict[int, int]:
     allocator = store._files.allocator
     allocator.check()
     assert store.stats().device_bytes == allocator.used_bytes
-    return dict(allocator._used)
+    return allocator.used()
 
 
 def _wrong_records(state: _State) -> Iterator[str]:
@@ -286,7 +292,8 @@ def _wrong_records(state: _State) -> Iterator[str]:
     for table in ("name", "fingerprint"):
         for row in state.rows[table]:
             for extent in unpack_extents(row["record"]):
-                block = np.frombuffer(state.region[extent.offset : extent.end], np.uint8)
+                region = state.regions[extent.drive]
+                block = np.frombuffer(region[extent.byte : extent.byte + extent.length], np.uint8)
                 try:
                     body = record_format.parse(block, extent.offset).body
                 except FormatError as error:
@@ -300,15 +307,19 @@ def _wrong_records(state: _State) -> Iterator[str]:
 def _removed_heads(state: _State, before: Snapshot) -> list[str]:
     """First blocks of Extents that were named before the step and are not any more: from them a
     scan would bring back what was removed."""
-    blocks = np.frombuffer(state.region, np.uint8).reshape(-1, GRID_BYTES)
-    start = np.frombuffer(b"KVTIER", np.uint8)
-    places = np.flatnonzero((blocks[:, : len(start)] == start).all(axis=1)).tolist()
     named = state.named
-    return [
-        f"what was removed still begins at byte {GRID_BYTES * at}"
-        for at in places
-        if GRID_BYTES * at not in named and head_digest(blocks[at]) in before.heads
-    ]
+    found: list[str] = []
+    for drive, region in enumerate(state.regions):
+        blocks = np.frombuffer(region, np.uint8).reshape(-1, GRID_BYTES)
+        start = np.frombuffer(b"KVTIER", np.uint8)
+        places = np.flatnonzero((blocks[:, : len(start)] == start).all(axis=1)).tolist()
+        found += [
+            f"what was removed still begins at byte {GRID_BYTES * at} of drive {drive}"
+            for at in places
+            if drive_start(drive) + GRID_BYTES * at not in named
+            and head_digest(blocks[at]) in before.heads
+        ]
+    return found
 
 
 def _all_rows(catalog: Path) -> dict[str, list[Any]]:
@@ -329,15 +340,15 @@ def _differences(first: _State, second: _State) -> list[str]:
     ]
     if first.used != second.used:
         found.append("a second recovery changes what is in use")
-    if first.region != second.region:
-        found.append("a second recovery changes the region")
+    if first.regions != second.regions:
+        found.append("a second recovery changes a region")
     return found
 
 
 @contextmanager
 def checking(scratch: Path, recording: Recording) -> Iterator[Checker]:
     """A Checker that works in `scratch`, an existing directory, and stands in for the devices."""
-    checker = Checker(scratch, recording.lists, recording.region)
+    checker = Checker(scratch, recording.lists, recording.regions)
     with (
         mock.patch.object(opening, "open_device", checker.open_device),
         mock.patch.object(verifier, "open_device", checker.look_at_device),

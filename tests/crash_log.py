@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-from kvtier.io.simulated import SimulatedDevice
 from kvtier.io.simulated_log import SimulatedOperation
 from kvtier.io.simulated_medium import Medium
+from tests.late_writes import LateWrites
 
 Kind = Literal[
     "write", "zero", "resize", "rot", "sync",
@@ -28,7 +28,7 @@ Kind = Literal[
     "begin", "end",
 ]  # fmt: skip
 ROOMS = ("io", "tiering", "tools", "kvtier")
-ON_BEHALF = {"durability", "simulated", "raw_device"}
+ON_BEHALF = {"durability", "simulated", "raw_device", "drives"}
 """Modules whose functions sync on behalf of the caller that counts as the call site."""
 REGION = "region.kv"
 
@@ -88,11 +88,16 @@ def call_site(what: str) -> str:
     return f"{what} outside kvtier"
 
 
-class RecordingDevice(SimulatedDevice):
-    """A region whose writes, discards and flushes go into the log. Made by `recording_device`."""
+class RecordingDevice(LateWrites):
+    """A region whose writes, discards and flushes go into the log. Made by `recording_device`.
+
+    Every second write that is started lands at once, the others when they are waited for: between
+    these two moments a real one may land, and the images of a crash show it on either side.
+    """
 
     log_of_all: CrashLog
     log_path: str
+    held = staticmethod(lambda number: number % 2 == 1)
 
     def flush(self) -> None:
         super().flush()

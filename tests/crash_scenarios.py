@@ -44,8 +44,29 @@ def make(workload: Workload, random: Random) -> None:
 
 def make_on_drive(workload: Workload, random: Random) -> None:
     """A store is made whose region lies elsewhere, as on a device."""
-    workload.use_drive()
+    workload.use_drives()
     make(workload, random)
+
+
+def spread(workload: Workload, random: Random) -> None:
+    """A store on two drives, whose Segments lie on both; some go, and their space is used again."""
+    workload.use_drives(2)
+    _lists(
+        workload,
+        random,
+        a=("", 0, random.randint(20, 60)),
+        b=("a", 1000, random.randint(20, 60)),
+        c=("", 0, random.randint(60, 120)),
+    )
+    _make(workload)
+    workload.put("a", "a")
+    workload.put("b", "b")
+    workload.call("remove b", lambda store: store.remove("b"))
+    workload.put("c", "c")
+    workload.restart()
+    workload.put("b", "b")
+    segments = workload.store._registry.committed.values()
+    assert {each.drive for segment in segments for each in segment.extents if each} == {0, 1}
 
 
 def share(workload: Workload, random: Random) -> None:
@@ -89,6 +110,19 @@ def stream(workload: Workload, random: Random) -> None:
     _make(workload)
     workload.stream("a", random.randint(150, 400))
     workload.put("a", "a", pieces=random.randint(100, 600))
+
+
+def behind(workload: Workload, random: Random) -> None:
+    """Segments that are on their way to the drive while others are saved, dropped and named."""
+    _lists(
+        workload,
+        random,
+        a=("", 0, random.randint(1030, 1100)),
+        b=("", 0, random.randint(513, 600)),
+        c=("", 0, random.randint(20, 80)),
+    )
+    _make(workload)
+    workload.behind("a", "b", "c")
 
 
 def damage(workload: Workload, random: Random) -> None:
@@ -186,7 +220,10 @@ def evict(workload: Workload, random: Random) -> None:
 Scenario = Callable[[Workload, Random], None]
 SCENARIOS: dict[str, Scenario] = {
     each.__name__: each
-    for each in (make, make_on_drive, share, fork, stream, damage, repair, remove, hold, evict)
+    for each in [
+        *(make, make_on_drive, spread, share, fork, stream, behind),
+        *(damage, repair, remove, hold, evict),
+    ]
 }
 
 

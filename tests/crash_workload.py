@@ -6,7 +6,8 @@ as after it, and nowhere else.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Listing
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import xxhash
 from kvtier.io.alignment import GRID_BYTES
 from kvtier.io.catalog import NameRow
 from kvtier.io.device import ByteArray
+from kvtier.io.extent import Extent
 from kvtier.io.simulated_medium import Medium
 from kvtier.io.superblock import copy_offsets
 from kvtier.tiering import opening
@@ -43,8 +45,8 @@ STORE = "s"
 REGION_BYTES = 2 << 20
 HOT = "256KiB"
 OWN_REGION = f"{STORE}/{REGION}"
-DRIVE_REGION = f"drive/{REGION}"
-"""Where the region lies: in the store's directory, or elsewhere as a device would."""
+DRIVE = "drive"
+"""Where a region lies: in the store's directory, or in one of such a name, as on a device."""
 Names = dict[str, list[int]]
 
 
@@ -75,17 +77,17 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """start: what stood on the media before the first event. region: its path, relative to the
-    root. snapshots[i]: before step i. left: the bytes that the region had at the end."""
+    """start: what stood on the media before the first event. regions: their paths, relative to the
+    root. snapshots[i]: before step i. left: the bytes that each region had at the end."""
 
     start: Image
-    region: str
+    regions: tuple[str, ...]
     events: list[Event]
     steps: list[str]
     snapshots: list[Snapshot]
     lists: Names
     sites: Mapping[str, int]
-    left: bytes
+    left: Mapping[str, bytes]
 
     def expectations(self) -> Iterator[tuple[int, Snapshot, Snapshot]]:
         """After each event: the step, and between which snapshots a crash may leave the store."""
@@ -112,11 +114,11 @@ class Workload:
         self.kv = KV(TINY)
         self.steps: list[str] = []
         self.snapshots = [Snapshot()]
-        self.medium = Medium.blank(REGION_BYTES)
         self.devices: list[RecordingDevice] = []
         self.directory = root / STORE
         self.start = Image({}, frozenset())
-        self.region = OWN_REGION
+        self.media = {OWN_REGION: Medium.blank(REGION_BYTES)}
+        """By the path of each region, in the order of their numbers."""
         self.discard = False
         self.free_bytes: int | None = None
         """If not None, ballast leaves only so much of the region."""
@@ -130,22 +132,26 @@ class Workload:
         return self._open_store
 
     def open_device(self, path: str, **wishes: object) -> RecordingDevice:
-        self.devices.append(recording_device(self.log, path, self.medium, REGION_BYTES))
+        medium = self.media[self.log.relative(path) or ""]
+        self.devices.append(recording_device(self.log, path, medium, REGION_BYTES))
         return self.devices[-1]
 
-    def use_drive(self) -> None:
-        """Let the region be a file that was there before, outside the store: so is a device."""
-        drive = self.log.root / DRIVE_REGION
-        drive.parent.mkdir()
-        with drive.open("wb") as file:
-            file.truncate(REGION_BYTES)
+    def use_drives(self, count: int = 1) -> None:
+        """Let the regions be files that were there before, outside the store: so are devices."""
+        names = [f"{DRIVE}{number}/{REGION}" for number in range(count)]
+        for name in names:
+            drive = self.log.root / name
+            drive.parent.mkdir()
+            with drive.open("wb") as file:
+                file.truncate(REGION_BYTES)
         self.log.events.clear()
-        self.region = DRIVE_REGION
-        self.start = Image({DRIVE_REGION: bytes(REGION_BYTES)}, frozenset({drive.parent.name}))
+        self.media = {name: Medium.blank(REGION_BYTES) for name in names}
+        files = {name: bytes(REGION_BYTES) for name in names}
+        self.start = Image(files, frozenset(name.partition("/")[0] for name in names))
 
     def open(self) -> None:
         is_new = not (self.directory / "store.yaml").exists()
-        config = store_config(self.log.root, self.region, is_new=is_new)
+        config = store_config(self.log.root, tuple(self.media), is_new=is_new)
         config = replace(config, discard=self.discard)
         self._open_store = store = open_store(self.directory, TINY, config)
         if self.free_bytes is not None:
@@ -172,13 +178,14 @@ class Workload:
         for row in store.names():
             tokens = chain_tokens(store, row)
             names[row.name] = Named(tuple(tokens), held_until(row))
-        region = np.frombuffer(self.medium.live(), np.uint8).reshape(-1, GRID_BYTES)
-        used = [offset // GRID_BYTES for offset in store._files.allocator._used]
+        heads = head_digests(
+            [medium.live() for medium in self.media.values()], store._files.allocator.used()
+        )
         return Snapshot(
             made=True,
             names=names,
             lengths={key: store.lookup(tokens) for key, tokens in self.lists.items()},
-            heads=self.snapshots[-1].heads | {head_digest(region[block]) for block in used},
+            heads=self.snapshots[-1].heads | heads,
             damaged=self._damaged,
             repairs=self._repairs,
         )
@@ -189,13 +196,13 @@ class Workload:
         log = self.log
         return Recording(
             start=self.start,
-            region=self.region,
+            regions=tuple(self.media),
             events=log.events,
             steps=self.steps,
             snapshots=self.snapshots,
             lists=self.lists,
             sites=log.sites,
-            left=self.medium.live(),
+            left={name: medium.live() for name, medium in self.media.items()},
         )
 
     # ---- steps ------------------------------------------------------------------------------
@@ -242,6 +249,28 @@ class Workload:
 
         self.step(f"fork {base}", action)
 
+    def behind(self, kept: str, dropped: str, other: str) -> None:
+        """Two Sequences that are longer than a Segment; while their payloads are on their way, a
+        third one is saved, one is given up, and the last one is cropped and saved."""
+        lists = self.lists
+
+        def action() -> None:
+            store = self.store
+            long, given_up = store.sequence(), store.sequence()
+            extend(store, self.kv, long, lists[kept])
+            extend(store, self.kv, given_up, lists[dropped])
+            saved = store.sequence()
+            extend(store, self.kv, saved, lists[other])
+            store.save(saved, other, lists[other])
+            store.release(given_up)
+            store.crop(long, 600)
+            extend(store, self.kv, long, lists[kept])
+            store.save(long, kept, lists[kept])
+            store.release(long)
+            store.release(saved)
+
+        self.step(f"save {other}, then {kept}", action)
+
     def damage(self, key: str, layer: int) -> None:
         """Let a byte of the list's last Segment change; resume then quarantines it."""
         tokens = self.lists[key]
@@ -279,10 +308,11 @@ class Workload:
         self.step("repair", action)
 
     def _rot(self, at: int) -> None:
-        """Let one byte of the region change by itself, durably."""
-        byte = bytes([self.medium.live()[at] ^ 255])
-        self.log.note(Event("rot", self.region, at, data=byte))
-        self.medium.flip(np.arange(8 * at, 8 * at + 8))
+        """Let one byte of the only region change by itself, durably."""
+        ((name, medium),) = self.media.items()
+        byte = bytes([medium.live()[at] ^ 255])
+        self.log.note(Event("rot", name, at, data=byte))
+        medium.flip(np.arange(8 * at, 8 * at + 8))
 
     def call(self, what: str, action: Callable[[Store], object]) -> None:
         """A step that is one call of the store."""
@@ -296,16 +326,25 @@ class Workload:
         self.step("close and open", action)
 
 
-def store_config(root: Path, region: str, *, is_new: bool) -> Config:
-    """How the store below `root` is made or opened."""
+def store_config(root: Path, regions: tuple[str, ...], *, is_new: bool) -> Config:
+    """How the store below `root` is made or opened. regions: relative to the root."""
     if not is_new:
         return Config(hot=HOT)
-    return Config(REGION_BYTES if region == OWN_REGION else os.fspath(root / region), hot=HOT)
+    if regions == (OWN_REGION,):
+        return Config(REGION_BYTES, hot=HOT)
+    return Config([os.fspath(root / each) for each in regions], hot=HOT)
 
 
 def head_digest(block: ByteArray) -> int:
     """Of the first block of an Extent, uint8 [GRID_BYTES]."""
     return int(xxhash.xxh3_64_intdigest(block.data))
+
+
+def head_digests(regions: Listing[bytes], offsets: Iterable[int]) -> set[int]:
+    """Of Extents at these offsets. regions: all bytes of each."""
+    blocks = [np.frombuffer(each, np.uint8).reshape(-1, GRID_BYTES) for each in regions]
+    places = [Extent(offset, GRID_BYTES) for offset in offsets]
+    return {head_digest(blocks[each.drive][each.byte // GRID_BYTES]) for each in places}
 
 
 def chain_tokens(store: Store, row: NameRow) -> list[int]:

@@ -9,9 +9,10 @@ import pytest
 
 from kvtier.errors import DeviceError
 from kvtier.io.catalog import Catalog, unpack_extents
-from kvtier.io.device import Buffers, Int64Array
+from kvtier.io.device import Buffers, Int64Array, Priority
 from kvtier.io.extent import Extent
 from kvtier.tiering.store import Store
+from tests.late_writes import at_once
 
 HANG_S = 60.0
 """A thread that takes longer counts as one that hangs; machines of tests may be slow."""
@@ -35,8 +36,8 @@ def fail_reads(store: Store, extents: Iterable[Extent], patched: pytest.MonkeyPa
     device, ranges = store._files.region.device, [(each.offset, each.end) for each in extents]
     genuine = device.read
 
-    def read(offsets: Int64Array, buffers: Buffers) -> None:
-        genuine(offsets, buffers)
+    def read(offsets: Int64Array, buffers: Buffers, *priority: Priority) -> None:
+        genuine(offsets, buffers, *priority)
         inside = np.zeros(len(offsets), np.bool_)
         for first, past in ranges:
             inside |= (offsets >= first) & (offsets < past)
@@ -45,6 +46,7 @@ def fail_reads(store: Store, extents: Iterable[Extent], patched: pytest.MonkeyPa
             raise DeviceError(f"{len(failures)} of {len(offsets)} reads failed", 5, failures)
 
     patched.setattr(device, "read", read)
+    patched.setattr(device, "start_read", at_once(device, "read"))
 
 
 def in_threads(work: Callable[[int], None], count: int, hang_s: float = HANG_S) -> None:

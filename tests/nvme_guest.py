@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -22,6 +23,7 @@ import torch
 
 from kvtier.io.catalog import Catalog, unpack_extents
 from kvtier.io.device import Buffers, Device, Int64Array
+from kvtier.io.probe import Engine
 from kvtier.io.rawfile import DirectMode
 from kvtier.io.uring import UringDevice
 from kvtier.tiering import opening
@@ -55,9 +57,10 @@ def say(message: object) -> None:
     print(json.dumps(message), flush=True)
 
 
-def opened() -> Store:
+def opened(engine: Engine = "auto") -> Store:
     """The store on the drive; made if there is none."""
-    return open_store(STORE, PLAIN, Config(DRIVE, hot=4 * MIB, direct_io="required"))
+    config = Config(DRIVE, hot=4 * MIB, direct_io="required", engine=engine)
+    return open_store(STORE, PLAIN, config)
 
 
 def tokens_named(name: str) -> list[int]:
@@ -98,9 +101,9 @@ def segments() -> list[dict[str, Any]]:
 # ---- steps ------------------------------------------------------------------------------------
 
 
-def fill() -> dict[str, Any]:
+def fill(engine: Engine = "auto") -> dict[str, Any]:
     """Make a store on the drive, and save all names."""
-    with opened() as store:
+    with opened(engine) as store:
         for name in NAMES:
             save_one(store, name)
         check_settled(store, STORE)
@@ -115,13 +118,14 @@ def fill() -> dict[str, Any]:
     }
 
 
-def check() -> dict[str, Any]:
+def check(engine: Engine = "auto") -> dict[str, Any]:
     """Resume every name that the store lists, and verify it all."""
-    with opened() as store:
+    with opened(engine) as store:
         listed = [row.name for row in store.names()]
         found = {each: resumed(store, each) for each in listed}
         stats = store.stats()
     return {
+        "engine": stats.engine,
         "lengths": {each: len(tokens_named(each)) for each in listed},
         "found": found,
         "bytes": stats.device_bytes,
@@ -246,6 +250,8 @@ def log() -> dict[str, Any]:
 STEPS: dict[str, Callable[[], object]] = {
     "fill": fill,
     "check": check,
+    "fill-nvme": partial(fill, "nvme"),
+    "check-nvme": partial(check, "nvme"),
     "again": again,
     "doctor": doctor,
     "save": save,

@@ -25,6 +25,8 @@ ROOT = Path(__file__).parent.parent
 QEMU = "qemu-system-x86_64"
 ACCELERATOR = os.environ.get("KVTIER_NVME_ACCEL", "tcg,thread=multi")
 """Emulation works everywhere; KVTIER_NVME_ACCEL=kvm is faster where the machine allows it."""
+CPU = "max,avx2=off"
+"""Where QEMU 7.2 emulates these instructions, numpy's argsort gives a wrong order."""
 GUEST_MEMORY_MIB = 2048
 DISK_BYTES = 64 << 20
 BOOT_S_MAX = 1200.0
@@ -39,13 +41,16 @@ SECTOR_BYTES = 512
 class Drive:
     """An NVMe drive for one boot. failing_read: a byte offset in the sector that cannot be read.
 
-    log: where every write, flush and discard is logged.
+    log: where every write, flush and discard is logged. mdts: the power of two of the pages that
+    one command may move. metadata: an image for a second namespace, whose blocks carry metadata.
     """
 
     image: Path
     block_bytes: int
     failing_read: int | None = None
     log: Path | None = None
+    mdts: int = 7
+    metadata: Path | None = None
 
 
 class Guest:
@@ -133,11 +138,11 @@ class Machine:
             shutil.copy(self.folder / name, folder / name)
         return Machine(self._kernel, folder)
 
-    def boot(self, drive: Drive, *arguments: str) -> Guest:
-        """Start the machine; in it `tests/nvme_guest.py` runs with these arguments."""
+    def boot(self, drive: Drive, *arguments: str, program: str = "nvme_guest.py") -> Guest:
+        """Start the machine; in it a program in `tests/` runs with these arguments."""
         (self.share / "run").write_text(
             f"cd '{ROOT}' && PYTHONDONTWRITEBYTECODE=1 HOME={SHARE} TMPDIR=/mnt/scratch "
-            f"exec '{sys.executable}' tests/nvme_guest.py {' '.join(arguments)}\n"
+            f"exec '{sys.executable}' tests/{program} {' '.join(arguments)}\n"
         )
         command = [QEMU, *_machine_options(), *self._boot_options(), *_drive_options(drive)]
         with (self.folder / "qemu").open("wb") as errors:
@@ -146,9 +151,9 @@ class Machine:
             )
         return Guest(process, self.share)
 
-    def run(self, drive: Drive, *arguments: str) -> list[Any]:
+    def run(self, drive: Drive, *arguments: str, program: str = "nvme_guest.py") -> list[Any]:
         """Boot, wait for the end, and return what the program said."""
-        with self.boot(drive, *arguments) as guest:
+        with self.boot(drive, *arguments, program=program) as guest:
             return guest.finish()
 
     def _boot_options(self) -> list[str]:
@@ -166,7 +171,7 @@ class Machine:
 
 def _machine_options() -> list[str]:
     return [
-        *("-accel", ACCELERATOR, "-cpu", "max", "-smp", "1", "-m", str(GUEST_MEMORY_MIB)),
+        *("-accel", ACCELERATOR, "-cpu", CPU, "-smp", "1", "-m", str(GUEST_MEMORY_MIB)),
         *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
     ]
 
@@ -180,8 +185,10 @@ def _shared(tag: str, folder: Path, more: str) -> list[str]:
 
 def _drive_options(drive: Drive) -> list[str]:
     """The drive as a stack of QEMU's block nodes, the file at the bottom."""
+    # A node without this lets a discard end there, and says that it was done.
+    unmap = {"discard": "unmap"}
     nodes: list[dict[str, object]] = [
-        {"driver": "file", "filename": str(drive.image), "node-name": "image", "discard": "unmap"}
+        {"driver": "file", "filename": str(drive.image), "node-name": "image", **unmap}
     ]
     if drive.log is not None:
         with drive.log.open("wb") as file:
@@ -189,6 +196,7 @@ def _drive_options(drive: Drive) -> list[str]:
         nodes.append({"driver": "file", "filename": str(drive.log), "node-name": "log"})
         nodes.append(
             {
+                **unmap,
                 "driver": "blklogwrites",
                 "node-name": "logged",
                 "file": "image",
@@ -200,20 +208,25 @@ def _drive_options(drive: Drive) -> list[str]:
         error = {"event": "read_aio", "errno": 5, "sector": drive.failing_read // SECTOR_BYTES}
         nodes.append(
             {
+                **unmap,
                 "driver": "blkdebug",
                 "node-name": "failing",
                 "image": nodes[-1]["node-name"],
                 "inject-error": [error],
             }
         )
-    top = {"driver": "raw", "node-name": "drive", "discard": "unmap"}
+    top = {"driver": "raw", "node-name": "drive", **unmap}
     nodes.append({**top, "file": nodes[-1]["node-name"]})
     block = f"logical_block_size={drive.block_bytes},physical_block_size={drive.block_bytes}"
+    spaces = [f"nvme-ns,drive=drive,bus=nvme,nsid=1,{block}"]
+    if drive.metadata is not None:
+        nodes.append({"driver": "file", "filename": str(drive.metadata), "node-name": "second"})
+        spaces.append("nvme-ns,drive=second,bus=nvme,nsid=2,ms=8")
     options = [part for node in nodes for part in ("-blockdev", json.dumps(node))]
     return [
         *options,
-        *("-device", "nvme,serial=kvtier,id=nvme,mdts=7"),
-        *("-device", f"nvme-ns,drive=drive,bus=nvme,{block}"),
+        *("-device", f"nvme,serial=kvtier,id=nvme,mdts={drive.mdts}"),
+        *(part for space in spaces for part in ("-device", space)),
     ]
 
 

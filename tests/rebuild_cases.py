@@ -156,9 +156,9 @@ def rows(path: Path) -> list[SegmentRow]:
 def free_blocks(path: Path) -> Iterator[int]:
     """Offsets of grid blocks that nobody uses, the highest first."""
     with open_store(path) as store:
-        allocator = store._files.allocator
-        used = sorted(allocator._used.items())
-        end = allocator.end
+        used = sorted(store._files.allocator.used().items())
+        [window] = store._files.region.windows
+        end = window.end
     for offset, length in [*reversed(used), (0, 1 << 20)]:
         yield from range(end - GRID, offset + length - 1, -GRID)
         end = offset

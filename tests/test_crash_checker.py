@@ -16,6 +16,9 @@ from random import Random
 
 import pytest
 
+from kvtier.io.drives import Drives
+from kvtier.tiering.committer import Committer
+from kvtier.tiering.started_writes import StartedWrites
 from tests.crash_checker import Checker, checking
 from tests.crash_explorer import Explorer, Plan, Verdict, explore
 from tests.crash_images import Image, Media, images_at, keep_all, lose_all
@@ -107,6 +110,27 @@ def test_every_sync_that_is_missing_is_found(tmp_path: Path, workers: ProcessPoo
     assert missing == set(), "nothing breaks without them: they are not needed, or not checked"
 
 
+def test_a_missing_wait_for_what_is_on_its_way_is_found(tmp_path: Path) -> None:
+    """The catalog then names payloads that no flush covered."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Committer, "_finish", lambda self, sequence: None)
+        patched.setattr(StartedWrites, "covers", lambda self, extent: False)
+        recording = record(tmp_path, "behind", 0)
+    with checking(tmp_path, recording) as checker:
+        verdict = Explorer(recording, checker, Plan(4, again=False, violations_max=1)).run()
+    assert verdict.violations
+
+
+def test_a_flush_of_one_drive_alone_is_found(tmp_path: Path) -> None:
+    """A store on two drives whose flush forgets the second one."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Drives, "flush", lambda self: self.members[0].flush())
+        recording = record(tmp_path, "spread", 0)
+    with checking(tmp_path, recording) as checker:
+        verdict = Explorer(recording, checker, Plan(4, again=False, violations_max=1)).run()
+    assert verdict.violations
+
+
 # ---- what is recorded is what happened ----------------------------------------------------------
 
 
@@ -120,10 +144,11 @@ def test_the_log_holds_every_byte(tmp_path: Path, scenario: str) -> None:
     image = media.draw(Random(0), lambda path: keep_all)
     found = {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()}
     assert found == set(image.files)
-    for name in found - {recording.region, f"{STORE}/lock"}:
+    for name in found - {*recording.regions, f"{STORE}/lock"}:
         assert (tmp_path / name).read_bytes() == image.files[name], name
-    assert image.files[recording.region] == recording.left
-    assert recording.left[:8] == b"KVTIERSB"
+    for name, left in recording.left.items():
+        assert image.files[name] == left
+        assert left[:8] == b"KVTIERSB"
 
 
 def test_a_crash_may_lose_keep_and_tear() -> None:
@@ -222,15 +247,17 @@ def _other_weights(checker: Checker, image: Image, last: Snapshot) -> tuple[Imag
 
 
 def _flipped_payload(checker: Checker, image: Image, last: Snapshot) -> tuple[Image, Snapshot]:
-    region = bytearray(image.files[checker.region])
+    (name,) = checker.regions
+    region = bytearray(image.files[name])
     region[region.index(b"KVTIEREX") + 4096] ^= 1
-    return replace(image, files={**image.files, checker.region: bytes(region)}), last
+    return replace(image, files={**image.files, name: bytes(region)}), last
 
 
 def _flipped_superblock(checker: Checker, image: Image, last: Snapshot) -> tuple[Image, Snapshot]:
-    region = bytearray(image.files[checker.region])
+    (name,) = checker.regions
+    region = bytearray(image.files[name])
     region[100] ^= 1
-    return replace(image, files={**image.files, checker.region: bytes(region)}), last
+    return replace(image, files={**image.files, name: bytes(region)}), last
 
 
 def _stale_record(checker: Checker, image: Image, last: Snapshot) -> tuple[Image, Snapshot]:

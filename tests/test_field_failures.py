@@ -14,6 +14,7 @@ from kvtier.tiering.config import Config
 from kvtier.tiering.verifier import verify
 from kvtier.tiering.writer import hot_bytes_min
 from tests.field_cases import extents_of, fail_reads, in_threads
+from tests.late_writes import at_once
 from tests.store_cases import (
     KV,
     MIB,
@@ -51,6 +52,7 @@ def test_one_failed_store_of_fifty_is_reported_and_not_visible(
             extend(store, OF_M, sequence, tokens)
             with monkeypatch.context() as patched:
                 patched.setattr(device, "write", fail)
+                patched.setattr(device, "start_write", at_once(device))
                 with pytest.raises(DeviceError, match="writes failed") as caught:
                     store.save(sequence, f"n{seed}", tokens)
             assert caught.value.errno == errno.EIO
@@ -82,6 +84,9 @@ def test_a_chain_whose_third_part_cannot_be_written_ends_before_it(
 
         with monkeypatch.context() as patched:
             patched.setattr(store._files.region.device, "write", fail)
+            patched.setattr(
+                store._files.region.device, "start_write", at_once(store._files.region.device)
+            )
             with pytest.raises(DeviceError):
                 extend(store, OF_M, sequence, tokens, pieces=512)
         store.release(sequence)
@@ -130,6 +135,7 @@ def test_a_load_that_breaks_off_holds_nothing(
             raise error
 
         monkeypatch.setattr(device, "read", fail)
+        monkeypatch.setattr(device, "start_read", at_once(device, "read"))
         with pytest.raises(type(error), match=str(error)):
             store.resume(tokens)
         assert reads == 1

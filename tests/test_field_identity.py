@@ -82,7 +82,7 @@ def test_no_text_of_a_caller_becomes_a_path(tmp_path: Path, text: str) -> None:
     """A003: model id, namespace and saved name; what the store makes is what it always makes."""
     path = tmp_path / "inner" / "store"
     path.parent.mkdir()
-    files = {"store.yaml", "catalog.sqlite", "lock", "region.kv"}
+    files = {"store.yaml", "catalog.sqlite", "lock", "region.kv", "stats.json"}
     for namespace in ("", text):
         with kvtier.open(
             path,

@@ -13,7 +13,7 @@ from kvtier.io.buffers import BufferPool, aligned_bytes, give_back
 from kvtier.io.pagecache import cached_bytes
 from kvtier.tiering.config import Config
 from kvtier.tiering.drive_eviction import NO_PARENT, DriveUsage, least_recently_used
-from kvtier.tiering.eviction import Usage, plan_eviction
+from kvtier.tiering.eviction import ReadCost, Usage, plan_eviction
 from kvtier.tiering.geometry import SEGMENT_TOKENS
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.store import Store
@@ -181,10 +181,13 @@ def test_evicting_very_many_units_is_one_quick_plan() -> None:
         np.arange(count),
         np.full(count, 4096),
         random.permutation(count),
-        count // 2,
+        random.permutation(count),
+        random.permutation(count),
+        now=count,
+        idle_before=count // 2,
     )
     began = time.monotonic()
-    victims = plan_eviction(usage, 4096 * (count - 1000), idle_only=False)
+    victims = plan_eviction(usage, ReadCost(), 4096 * (count - 1000))
     assert time.monotonic() - began < ENOUGH_S
     assert len(victims.slots) == count - 1000
     assert len(set(victims.slots.tolist())) == count - 1000

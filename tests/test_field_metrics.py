@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvtier.tiering.config import Config
@@ -67,7 +68,7 @@ def test_what_was_found_is_told_apart_by_tier(tmp_path: Path) -> None:
         for segment in (second, third):
             for layer in range(2):
                 if segment is second:
-                    store._mover._keep_in_host(layer, segment.slot)
+                    store._room.keep_in_host(np.array([layer]), np.array([segment.slot]))
                 residency.hot.drop(layer, segment.slot)
                 if segment is third:
                     residency.host.drop(layer, segment.slot)

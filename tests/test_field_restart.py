@@ -17,7 +17,7 @@ import yaml
 
 from kvtier.errors import FormatError, VersionMismatch
 from kvtier.io.catalog import CATALOG_VERSION
-from kvtier.io.device import Buffers, Int64Array
+from kvtier.io.device import Buffers, Int64Array, Priority
 from kvtier.io.superblock import FORMAT_VERSION, copy_offsets
 from kvtier.io.threads import ThreadsDevice
 from kvtier.tiering.config import Config
@@ -121,9 +121,11 @@ def test_opening_reads_no_payload(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     reads: list[tuple[int, int]] = []
     genuine = ThreadsDevice.read
 
-    def read(self: ThreadsDevice, offsets: Int64Array, buffers: Buffers) -> None:
+    def read(
+        self: ThreadsDevice, offsets: Int64Array, buffers: Buffers, *priority: Priority
+    ) -> None:
         reads.extend(zip(offsets.tolist(), buffers.lengths.tolist(), strict=True))
-        genuine(self, offsets, buffers)
+        genuine(self, offsets, buffers, *priority)
 
     monkeypatch.setattr(ThreadsDevice, "read", read)
     with open_store(tmp_path, PLAIN, Config(hot=MIB, engine="threads")) as store:

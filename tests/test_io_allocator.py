@@ -7,8 +7,8 @@ import pytest
 
 from kvtier.errors import CapacityError, ConfigError, FormatError
 from kvtier.io.alignment import GRID_BYTES, align_down, align_up, os_page_bytes
-from kvtier.io.allocator import ExtentAllocator
-from kvtier.io.extent import Extent
+from kvtier.io.allocator import ExtentAllocator, SpreadAllocator
+from kvtier.io.extent import Extent, drive_start
 
 MIB = 1024 * 1024
 
@@ -168,3 +168,63 @@ def test_window_and_size_are_checked() -> None:
             ExtentAllocator(start, end)
     with pytest.raises(ConfigError):
         ExtentAllocator(0, 4096).allocate(0)
+
+
+# ---- several regions ----------------------------------------------------------------------------
+
+
+def spread(*blocks: int) -> SpreadAllocator:
+    """One window of so many grid blocks on each drive, from the second block on."""
+    return SpreadAllocator(
+        (drive_start(drive) + GRID_BYTES, drive_start(drive) + (1 + count) * GRID_BYTES)
+        for drive, count in enumerate(blocks)
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_wish_is_kept_while_there_is_room(seed: int) -> None:
+    rng = random.Random(seed)
+    allocator = spread(40, 60, 20)
+    held: list[Extent] = []
+    for _ in range(300):
+        if held and rng.random() < 0.4:
+            allocator.free(held.pop(rng.randrange(len(held))))
+            continue
+        drive, count = rng.randrange(3), rng.randrange(1, 9)
+        wish = allocator._parts[drive].largest_free_bytes >= count * GRID_BYTES
+        if allocator.largest_free_bytes < count * GRID_BYTES:
+            with pytest.raises(CapacityError, match="3 regions") as caught:
+                allocator.allocate(count * GRID_BYTES, drive)
+            assert caught.value.limit == 120 * GRID_BYTES
+            continue
+        held.append(allocator.allocate(count * GRID_BYTES - 5, drive))
+        assert held[-1].length == count * GRID_BYTES
+        assert held[-1].drive == drive or not wish
+    allocator.check()
+    assert allocator.used() == {each.offset: each.length for each in held}
+    assert allocator.used_bytes == sum(each.length for each in held)
+    assert allocator.free_bytes == allocator.window_bytes - allocator.used_bytes
+    again = spread(40, 60, 20)
+    again.occupy(held)
+    again.check()
+    assert again.used() == allocator.used()
+
+
+def test_without_a_wish_the_emptiest_drive_is_taken() -> None:
+    allocator = spread(10, 12, 11)
+    assert [allocator.allocate(GRID_BYTES * 2).drive for _ in range(4)] == [1, 2, 0, 1]
+
+
+def test_drives_have_their_turns_from_the_emptiest_on() -> None:
+    allocator = spread(10, 10, 10)
+    assert [allocator.next_drive() for _ in range(4)] == [0, 1, 2, 0]
+    allocator = spread(10, 10, 10)
+    allocator.occupy([Extent(GRID_BYTES, GRID_BYTES), Extent(drive_start(1) + GRID_BYTES, 8192)])
+    assert [allocator.next_drive() for _ in range(4)] == [2, 0, 1, 2]
+
+
+def test_a_drive_that_the_store_does_not_have() -> None:
+    with pytest.raises(FormatError, match="lies on drive 3, which the store does not have"):
+        spread(10, 10).occupy([Extent(drive_start(3) + GRID_BYTES, GRID_BYTES)])
+    with pytest.raises(FormatError, match="outside the data window"):
+        spread(10, 10).occupy([Extent(drive_start(1) + 11 * GRID_BYTES, GRID_BYTES)])

@@ -1,14 +1,20 @@
 """Aligned memory and the buffer pool: alignment, the hard limit, giving back."""
 
+import errno
+import mmap
+import re
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.io.alignment import os_page_bytes
-from kvtier.io.buffers import BufferPool, aligned_bytes
+from kvtier.io.buffers import HUGE_PAGE_BYTES, BufferPool, aligned_bytes, give_back
+from kvtier.io.device import ByteArray
+from kvtier.io.probe import huge_pages_report
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 511, 4096, 5000, 1 << 20])
@@ -118,3 +124,64 @@ def test_threads_never_share_bytes(seed: int) -> None:
     assert 0 < pool.used_bytes_max <= pool.memory_bytes
     with pool.lease(pool.memory_bytes, timeout_s=0):
         pass  # The pieces merged again.
+
+
+@pytest.mark.parametrize("nbytes", [HUGE_PAGE_BYTES, 5 * HUGE_PAGE_BYTES + 4096])
+def test_large_memory_begins_on_a_huge_page(nbytes: int) -> None:
+    memory = aligned_bytes(nbytes)
+    assert memory.size == nbytes
+    assert memory.ctypes.data % HUGE_PAGE_BYTES == 0
+    assert not memory.any()
+    memory[:] = 7
+    assert (memory == 7).all()
+
+
+def test_large_memory_lies_on_huge_pages() -> None:
+    if not huge_pages_report().usable:
+        pytest.skip(huge_pages_report().reason)
+    memory = aligned_bytes(8 * HUGE_PAGE_BYTES)
+    memory[:] = 1
+    assert "hg" in smaps(memory)["VmFlags"].split(), "the advice was not given"
+
+
+def test_a_kernel_that_refuses_huge_pages_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pages(mmap.mmap):
+        def madvise(self, *advice: int) -> None:
+            refused.append(advice)
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    refused: list[tuple[int, ...]] = []
+    monkeypatch.setattr(mmap, "mmap", Pages)
+    memory = aligned_bytes(3 * HUGE_PAGE_BYTES)
+    memory[:] = 3
+    assert refused == [(mmap.MADV_HUGEPAGE,)]
+    assert memory.size == 3 * HUGE_PAGE_BYTES
+
+
+def test_what_is_given_back_of_huge_pages_leaves_the_process() -> None:
+    memory = aligned_bytes(16 * HUGE_PAGE_BYTES)
+    memory[:] = 1
+    before = resident_bytes(memory)
+    assert before >= memory.size
+    give_back(memory, 100, 10 * HUGE_PAGE_BYTES)
+    assert resident_bytes(memory) <= before - 10 * HUGE_PAGE_BYTES + 2 * 4096
+    assert (memory[:100] == 1).all()
+    assert not memory[4096 : 10 * HUGE_PAGE_BYTES].any()
+    assert (memory[10 * HUGE_PAGE_BYTES + 4096 :] == 1).all()
+
+
+def smaps(memory: ByteArray) -> dict[str, str]:
+    """What the kernel says of the mapping in which this memory begins."""
+    found: dict[str, str] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= memory.ctypes.data < int(match[2], 16)
+        elif inside:
+            name, _, value = line.partition(":")
+            found[name] = value.strip()
+    return found
+
+
+def resident_bytes(memory: ByteArray) -> int:
+    return int(smaps(memory)["Rss"].removesuffix(" kB")) * 1024

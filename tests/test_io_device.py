@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from kvtier.errors import ConfigError, DeviceError, KvtierError
-from kvtier.io import syscalls, uring, uring_flight
+from kvtier.io import ring_arena, syscalls, uring_flight
 from kvtier.io.buffers import aligned_bytes
 from kvtier.io.device import Buffers, Device
 from kvtier.io.probe import Engine, io_uring_report, open_device
 from kvtier.io.rawfile import create_region_file
-from kvtier.io.ring import Ring
+from kvtier.io.ring import Entries, Ring
 from kvtier.io.simulated import SimulatedDevice
 from kvtier.io.simulated_faults import NO_FAULTS, Faults
 from kvtier.io.uring import UringDevice
@@ -191,12 +191,12 @@ def test_uring_continues_short_transfers(
     """A057: the ring is handed half of what the device asked for, so every completion is short."""
     pushed = 0
 
-    def push_half(ring: Ring, fd: int, opcodes: Any, where: Any, *rest: Any) -> None:
+    def push_half(ring: Ring, entries: Entries) -> None:
         nonlocal pushed
-        offsets, addresses, lengths = where
-        lengths = np.maximum(lengths // 2 // 512 * 512, 512)
-        pushed += len(offsets)
-        real_push(ring, fd, opcodes, (offsets, addresses, lengths), *rest)
+        halved = entries.copy()
+        halved[:, 3] = np.maximum(entries[:, 3] // 2 // 512 * 512, 512)
+        pushed += len(entries)
+        real_push(ring, halved)
 
     real_push = Ring.push
     monkeypatch.setattr(Ring, "push", push_half)
@@ -218,8 +218,8 @@ def test_uring_splits_long_requests_and_arenas(
     region_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A093."""
-    monkeypatch.setattr(uring, "TRANSFER_BYTES_MAX", 8192)
-    monkeypatch.setattr(uring, "REGISTERED_PIECE_BYTES", 64 * 1024)
+    monkeypatch.setattr(uring_flight, "TRANSFER_BYTES_MAX", 8192)
+    monkeypatch.setattr(ring_arena, "REGISTERED_PIECE_BYTES", 64 * 1024)
     with open_and_close(region_file, "io_uring") as device:
         source = filled(300 * 1024, 5)
         target = aligned_bytes(source.size)

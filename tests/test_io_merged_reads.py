@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from kvtier.errors import DeviceError
-from kvtier.io.buffers import BufferPool, aligned_bytes
-from kvtier.io.device import Buffers, Int64Array, PendingBatch
+from kvtier.io.buffers import aligned_bytes
+from kvtier.io.device import Buffers, Int64Array, PendingBatch, Priority
 from kvtier.io.threads import ThreadsDevice
-from kvtier.tiering.steps import Read, whole
+from kvtier.tiering.steps import Read, Start, Wait, start, whole
 
 BLOCK = 4096
 COUNT = 6
@@ -21,8 +21,10 @@ class Merging(ThreadsDevice):
 
     bad: frozenset[int] = frozenset()
 
-    def _start(self, what: str, offsets: Int64Array, buffers: Buffers) -> PendingBatch:
-        batch = super()._start(what, offsets, buffers)
+    def _begin(
+        self, what: str, offsets: Int64Array, buffers: Buffers, priority: Priority, *, waits: bool
+    ) -> PendingBatch:
+        batch = super()._begin(what, offsets, buffers, priority, waits=waits)
         batch.join()
         if what == "read" and self.bad & set(offsets.tolist()):
             batch.errors[:] = errno.ENODATA
@@ -55,33 +57,48 @@ def test_only_what_is_bad_fails(device: Merging, bad: tuple[int, ...]) -> None:
     device.close()
 
 
-def test_a_batch_of_steps_is_taken_apart_too() -> None:
-    """On an event loop there is no `read`: the work itself asks for each alone."""
+def a_batch(device: Merging) -> PendingBatch:
+    return device.start_read(*request(1))
+
+
+def test_a_batch_of_steps_is_taken_apart_too(device: Merging) -> None:
+    """What drives steps only starts batches and waits: the work itself asks for each alone."""
     offsets, buffers = request(4)
-    piece = BufferPool(1 << 20).take(4 * BLOCK)
-    assert piece is not None
-    steps = whole(Read(offsets, buffers, piece))
-    asked = [next(steps)]
-    answer = DeviceError("merged", errno.EIO, [(1, errno.EIO), (2, errno.EIO)])
-    asked.append(steps.throw(answer))
+    told: list[PendingBatch] = []
+    steps = whole(Read(offsets, buffers, told.append))
+    asked = [next(steps), steps.send(a_batch(device))]
+    asked.append(steps.throw(DeviceError("merged", errno.EIO, [(1, errno.EIO), (2, errno.EIO)])))
+    asked.append(steps.send(a_batch(device)))
     asked.append(next(steps))
+    asked.append(steps.send(a_batch(device)))
     with pytest.raises(DeviceError) as caught:
         steps.throw(DeviceError("alone", errno.EIO, [(0, errno.ENODATA)]))
     assert caught.value.failures == [(2, errno.ENODATA)]
-    assert [each.offsets.tolist() for each in asked if isinstance(each, Read)] == [
+    assert [type(each) for each in asked] == [Start, Wait] * 3
+    assert [each.read.offsets.tolist() for each in asked if isinstance(each, Start)] == [
         [0, BLOCK, 2 * BLOCK, 3 * BLOCK],
         [BLOCK],
         [2 * BLOCK],
     ]
+    device.close()
 
 
 def test_a_batch_that_was_only_merged_is_whole(device: Merging) -> None:
+    device.bad = frozenset({0})
     offsets, buffers = request(2)
-    piece = BufferPool(1 << 20).take(2 * BLOCK)
-    assert piece is not None
-    steps = whole(Read(offsets, buffers, piece))
-    next(steps)
-    steps.throw(DeviceError("merged", errno.EIO, [(0, errno.EIO)]))
+    told: list[PendingBatch] = []
+    steps = whole(Read(offsets, buffers, told.append))
+    first = next(steps)
+    assert isinstance(first, Start)
+    batch = start(first, device)
+    assert told == [batch], "the memory is the batch's from the first moment"
+    waiting = steps.send(batch)
+    assert isinstance(waiting, Wait)
+    assert waiting.batch is batch
+    again = steps.throw(DeviceError("merged", errno.EIO, [(0, errno.EIO)]))
+    assert isinstance(again, Start)
+    device.bad = frozenset()
+    steps.send(start(again, device))
     with pytest.raises(StopIteration):
         next(steps)
     device.close()

@@ -21,6 +21,7 @@ import pytest
 from kvtier.errors import AlignmentError, ClosedError, DeviceError
 from kvtier.io.buffers import aligned_bytes
 from kvtier.io.device import Buffers, Device, PendingBatch
+from kvtier.io.drives import Drives
 from kvtier.io.probe import open_device
 from kvtier.io.rawfile import create_region_file
 from kvtier.io.simulated import SimulatedDevice
@@ -53,11 +54,19 @@ def region_file(tmp_path: Path) -> str:
 
 
 @pytest.fixture(
-    params=[pytest.param("io_uring", marks=needs_io_uring), "threads", "simulated", "unnoticed"]
+    params=[
+        pytest.param("io_uring", marks=needs_io_uring),
+        pytest.param("io_uring drives", marks=needs_io_uring),
+        "threads",
+        "simulated",
+        "unnoticed",
+    ]
 )
 def device(request: pytest.FixtureRequest, region_file: str) -> Iterator[Device]:
     if request.param in ("io_uring", "threads"):
         device = open_device(region_file, engine=request.param, direct="required")
+    elif request.param == "io_uring drives":
+        device = Drives([open_device(region_file, engine="io_uring", direct="required")])
     else:
         faults = UNNOTICED if request.param == "unnoticed" else NO_FAULTS
         device = SimulatedDevice.open(CAPACITY_BYTES, seed=1, faults=faults, path=region_file)

@@ -125,7 +125,8 @@ def test_engines_by_name(path: str) -> None:
 
 def test_reports_have_words() -> None:
     reports = [*engine_reports(), gpu_report(), memlock_report()]
-    assert [report.engine for report in reports] == ["io_uring", "threads", "gds", "gpu", "memlock"]
+    names = ["io_uring", "threads", "nvme", "gds", "gpu", "memlock"]
+    assert [report.engine for report in reports] == names
     assert all(report.reason for report in reports)
     assert reports[1].usable
 
@@ -152,3 +153,18 @@ def test_memlock_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (infinity, infinity))
     assert probe.memlock_bytes() is None
     assert "no limit" in memlock_report().reason
+
+
+def test_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled = tmp_path / "enabled"
+    monkeypatch.setattr(probe, "_HUGE_PAGES", enabled)
+    assert not probe.huge_pages_report().usable
+    for words, usable, said in (
+        ("always [madvise] never\n", True, "madvise"),
+        ("[always] madvise never\n", True, "always"),
+        ("always madvise [never]\n", False, "Remedy"),
+    ):
+        enabled.write_text(words)
+        report = probe.huge_pages_report()
+        assert report.usable is usable
+        assert said in report.reason

@@ -4,6 +4,7 @@ import os
 import struct
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from kvtier.errors import (
     WrongStoreError,
 )
 from kvtier.io.buffers import aligned_bytes
-from kvtier.io.device import Buffers, Int64Array
+from kvtier.io.device import Buffers, Int64Array, Priority
 from kvtier.io.pagecache import cached_bytes
 from kvtier.io.probe import open_device
 from kvtier.io.rawfile import create_region_file
@@ -174,10 +175,12 @@ def test_an_unreadable_copy_is_survived(path: str, monkeypatch: pytest.MonkeyPat
     create(path)
     real_read = ThreadsDevice.read
 
-    def read(self: ThreadsDevice, offsets: Int64Array, buffers: Buffers) -> None:
+    def read(
+        self: ThreadsDevice, offsets: Int64Array, buffers: Buffers, *priority: Priority
+    ) -> None:
         if offsets[0] == 0:
             raise DeviceError("injected", 5, [(0, 5)])
-        real_read(self, offsets, buffers)
+        real_read(self, offsets, buffers, *priority)
 
     monkeypatch.setattr(ThreadsDevice, "read", read)
     with Region.open(open_device(path, engine="threads"), STORE) as region:
@@ -205,6 +208,15 @@ def test_damage_in_the_version_field_is_repaired(path: str) -> None:
     create(path)
     patch(path, 8, b"\x07")
     assert len(reopen(path)) == 1
+
+
+@pytest.mark.parametrize("place", [(4, 3), (0, 64)])
+def test_a_place_that_cannot_be(path: str, place: tuple[int, int]) -> None:
+    superblock = replace(create(path), region_index=place[0], more_regions=place[1])
+    for offset in COPIES:
+        patch(path, offset, superblock.pack())
+    with pytest.raises(FormatError, match=f"region {place[0]} of {place[1] + 1}, counted from 0"):
+        reopen(path)
 
 
 def test_wrong_store(path: str) -> None:

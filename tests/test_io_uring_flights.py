@@ -15,7 +15,7 @@ import pytest
 from kvtier.errors import DeviceError
 from kvtier.io import syscalls, uring_flight
 from kvtier.io.buffers import aligned_bytes
-from kvtier.io.device import Buffers
+from kvtier.io.device import Buffers, Priority
 from kvtier.io.probe import open_device
 from kvtier.io.rawfile import create_region_file
 from kvtier.io.ring import Ring
@@ -172,11 +172,11 @@ def test_who_waits_for_the_ring_takes_the_completions_and_says_so(
     waited, go_on = threading.Event(), threading.Event()
     real_wait = Ring.wait
 
-    def wait(ring: Ring, count: int) -> None:
+    def wait(ring: Ring, count: int, submit: int = 0) -> None:
         if threading.current_thread() is not reader:
-            real_wait(ring, count)
+            real_wait(ring, count, submit)
         else:
-            real_wait(ring, ring.in_flight)
+            real_wait(ring, ring.in_flight, submit)
             waited.set()
             go_on.wait(HANGS_S)
             if breaks and not failed:
@@ -214,3 +214,22 @@ def test_who_waits_for_the_ring_takes_the_completions_and_says_so(
     else:
         batch.result()
         check(source, integers(BLOCK), target)
+
+
+@needs_io_uring
+def test_another_arena_is_announced_while_requests_wait(ring_device: UringDevice) -> None:
+    """Requests that are pushed, and those that are not, were made for the arena that was."""
+    source = stored(ring_device)
+    first, second = aligned_bytes(512 * BLOCK), aligned_bytes(64 * BLOCK)
+    assert ring_device.register(first)
+    places = np.random.default_rng(3).permutation(512).astype(np.int64) * BLOCK
+    starts = np.arange(512, dtype=np.int64) * BLOCK
+    target = Buffers(first, starts, np.full(512, BLOCK, np.int64))
+    batch = ring_device._begin("read", places, target, Priority.DEMAND, waits=True)
+    assert ring_device._ring.unsubmitted, "they would be handed over by the wait"
+    assert ring_device.register(second)
+    own = Buffers.whole(second)
+    ring_device.read(integers(0), own)
+    ring_device.wait(batch)
+    check(source, places, target)
+    check(source, integers(0), own)

@@ -33,6 +33,7 @@ BROKEN: list[Broken] = [
     ("frames", "frames holds indices -1 to 2", torch.tensor([[0, 1], [2, -1]])),
     ("valid", r"valid has shape \[2, 2, 15\]", torch.ones(2, 2, 15, dtype=torch.bool)),
     ("valid", "valid has dtype torch.float32", torch.ones(2, 2, 16)),
+    ("valid", "the last 3 pages; frames has 2", torch.ones(2, 3, 16, dtype=torch.bool)),
     ("visible", r"visible has shape \[1, 3, 2, 16\]", torch.ones(1, 3, 2, 16, dtype=torch.bool)),
     ("scale", "scale is nan", math.nan),
     ("softcap", "softcap is 0.0", 0.0),

@@ -101,6 +101,28 @@ def test_head_without_visible_slots_is_zero_and_the_other_is_exact() -> None:
     assert bool((got.lse[4:] == -math.inf).all())
 
 
+@pytest.mark.parametrize("last", [0, 1, 3, 127, 128, 129, 200])
+def test_valid_of_the_last_pages_is_that_of_all(last: int) -> None:
+    """Across chunks of pages; those before them all count."""
+    case = make_case(Shape(2, 4, 64, 64, tokens=200 * PAGE_TOKENS, queries=2), seed=last)
+    random = torch.Generator().manual_seed(last)
+    case.valid.fill_(True)
+    if last:
+        case.valid[:, -last:] = torch.rand(2, last, PAGE_TOKENS, generator=random) < 0.7
+    want = case.run()
+    got = paged_attention(
+        case.query,
+        case.pool,
+        case.frames,
+        case.widths,
+        case.valid[:, 200 - last :],
+        scale=case.scale,
+        workspace=Workspace(),
+    )
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
+
+
 @pytest.mark.parametrize("pages", [0, 130])
 def test_nothing_visible_at_all_is_zero(pages: int) -> None:
     """A105."""

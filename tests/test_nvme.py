@@ -58,6 +58,9 @@ def test_the_guest_uses_the_drive_as_told(filled: tuple[Machine, Drive, list[Any
     assert (doctor["direct_io"]["path"], doctor["direct_io"]["block_bytes"]) == (DRIVE, 4096)
     used = {each["purpose"]: each["used"] for each in doctor["choices"]}
     assert (used["reads and writes"], used["page cache"]) == ("io_uring", "bypassed")
+    passthrough = next(each for each in doctor["checks"] if each["what"] == "nvme")
+    assert passthrough["usable"], "it may be asked for, though it is not taken"
+    assert "/dev/ng0n1" in passthrough["reason"]
 
 
 def test_everything_is_there_after_a_restart(

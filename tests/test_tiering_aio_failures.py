@@ -69,7 +69,7 @@ def test_a_drive_that_fails_as_a_whole_is_an_error(
         with opened(tmp_path) as store:
             async with AsyncStore.of(store) as aio:
 
-                def refuse(offsets: Any, buffers: Any) -> None:
+                def refuse(offsets: Any, buffers: Any, priority: Any) -> None:
                     raise DeviceError("the drive is gone", 5)
 
                 monkeypatch.setattr(store._extents.device, "start_read", refuse)

@@ -20,7 +20,7 @@ def test_blobs_and_segments_make_room_for_each_other(tmp_path: Path) -> None:
     """The newest are retrievable, and the region is never exceeded."""
     kv = KV(PLAIN)
     with open_store(tmp_path, PLAIN, Config("6MiB", hot=MIB)) as store:
-        limit = store._files.allocator.end - store._files.allocator.start
+        limit = store._files.allocator.window_bytes
         tokens = {}
         for turn in range(30):
             tokens[turn] = some_tokens(500 + turn, turn)

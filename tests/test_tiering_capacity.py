@@ -17,6 +17,7 @@ from kvtier.tiering.geometry import SEGMENT_TOKENS
 from kvtier.tiering.listing import describe
 from kvtier.tiering.store import Store
 from kvtier.tiering.verifier import verify
+from tests.late_writes import at_once
 from tests.store_cases import (
     KV,
     MIB,
@@ -235,6 +236,7 @@ class Thin:
         self.room, self.refused, self.discarded = room, 0, 0
         self._write, self._discard = self.device.write, self.device.discard
         self.device.write = self.write  # type: ignore[method-assign]
+        self.device.start_write = at_once(self.device)  # type: ignore[method-assign]
         self.device.discard = self.discard  # type: ignore[method-assign]
 
     def write(self, offsets: Int64Array, buffers: Buffers) -> None:

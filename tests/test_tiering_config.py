@@ -44,13 +44,13 @@ def test_what_is_no_size_is_refused_by_name(size: object) -> None:
 
 
 def test_region_is_a_size_or_a_path() -> None:
-    assert (Config().region_bytes, Config().region_path) == (None, None)
+    assert (Config().region_bytes, Config().region_paths) == (None, ())
     sized = Config(region="4GiB")
-    assert (sized.region_bytes, sized.region_path) == (4 << 30, None)
+    assert (sized.region_bytes, sized.region_paths) == (4 << 30, ())
     assert Config(region=8 << 20).region_bytes == 8 << 20
     placed = Config(region="/dev/nvme9n1")
-    assert (placed.region_bytes, placed.region_path) == (None, "/dev/nvme9n1")
-    assert Config(region="./region.img").region_path == "./region.img"
+    assert (placed.region_bytes, placed.region_paths) == (None, ("/dev/nvme9n1",))
+    assert Config(region="./region.img").region_paths == ("./region.img",)
 
 
 @pytest.mark.parametrize(

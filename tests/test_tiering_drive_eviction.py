@@ -13,7 +13,7 @@ def usage(
     used_at: list[float],
     *,
     kept: tuple[int, ...] = (),
-    unreachable: tuple[int, ...] = (),
+    lost: tuple[int, ...] = (),
     nbytes: int = 10,
 ) -> DriveUsage:
     places = np.arange(len(parents))
@@ -22,7 +22,7 @@ def usage(
         np.full(len(parents), nbytes, np.int64),
         np.array(used_at, np.float64),
         np.isin(places, kept),
-        np.isin(places, unreachable),
+        np.isin(places, lost),
     )
 
 
@@ -45,11 +45,8 @@ def test_what_is_kept_stays_with_all_before_it() -> None:
     assert least_recently_used(chain, 10**9) == [3, 4]
 
 
-def test_what_cannot_be_reached_goes_before_all_others() -> None:
-    # 1 is quarantined, and with it what hangs below it can not be found.
-    tree = usage(
-        [NO_PARENT, 0, 1, 2, NO_PARENT], [1.0, 9.0, 9.0, 9.0, 0.5], kept=(1,), unreachable=(2, 3)
-    )
+def test_what_is_lost_goes_before_all_others() -> None:
+    tree = usage([NO_PARENT, 0, 1, 2, NO_PARENT], [1.0, 9.0, 9.0, 9.0, 0.5], kept=(1,), lost=(2, 3))
     assert least_recently_used(tree, 10**9) == [3, 2, 4]
 
 
@@ -62,7 +59,7 @@ def test_rules_hold_in_random_forests(seed: int) -> None:
     kept = tuple(np.flatnonzero(random.random(count) < 0.2).tolist())
     nbytes = random.integers(1, 100, count)
     given = usage(parents, random.random(count).tolist(), kept=kept)
-    given = DriveUsage(given.parents, nbytes, given.used_at, given.kept, given.unreachable)
+    given = DriveUsage(given.parents, nbytes, given.used_at, given.kept, given.lost)
     needed = int(random.integers(0, int(nbytes.sum()) + 50))
     victims = least_recently_used(given, needed)
     assert len(set(victims)) == len(victims)

@@ -4,6 +4,7 @@ import inspect
 import re
 import sqlite3
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -161,7 +162,7 @@ def test_the_keys_of_a_record_are_listed() -> None:
     name = {"name", "generation", "end_digest", "limit", "token_count", "created"}
     assert listed == {("1", each) for each in name} | {("2", "description"), ("2", "geometry")}
     # The code that writes them has no table of them; the one that reads them refuses less.
-    assert name <= set(inspect.getsource(committer.Committer.save).split('"'))
+    assert name <= set(inspect.getsource(committer._Name).split('"'))
     assert name <= set(inspect.getsource(rebuild_finds.NameRecord.read).split('"'))
 
 
@@ -173,9 +174,11 @@ def test_directory_table_is_the_dtype() -> None:
     assert extent_format.NO_POSITION == 65535
 
 
-def test_superblock_fields_lie_where_the_table_says() -> None:
-    block = golden_cases.superblock()
+@pytest.mark.parametrize("place", [(0, 0), (2, 3)])
+def test_superblock_fields_lie_where_the_table_says(place: tuple[int, int]) -> None:
+    block = replace(golden_cases.superblock(), region_index=place[0], more_regions=place[1])
     data = block.pack()
+    assert superblock.Superblock.parse(data) == block
     for offset, size, name in rows("Superblock (4096 bytes)"):
         value = int.from_bytes(data[offset : offset + size], "little")
         if name == "magic":

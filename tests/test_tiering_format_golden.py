@@ -13,20 +13,24 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.io.allocator import ExtentAllocator
+from kvtier.io.allocator import SpreadAllocator
 from kvtier.io.buffers import BufferPool
-from kvtier.io.device import Buffers, Device, Int64Array, PendingBatch
+from kvtier.io.device import Buffers, Device, Int64Array, PendingBatch, Priority
 from kvtier.io.extent import Extent
 from kvtier.io.superblock import DATA_START, Superblock
 from kvtier.tiering import extent_format
 from kvtier.tiering.chain import chain_digest
 from kvtier.tiering.drive_space import DriveSpace
-from kvtier.tiering.extent_io import ExtentIO, Owner, Unit, UnitWrite
+from kvtier.tiering.extent_io import ExtentIO, Owner, Unit
+from kvtier.tiering.extent_writer import ExtentWriter, UnitWrite
 from kvtier.tiering.fingerprint import Provenance
+from kvtier.tiering.frames import MemoryTier
 from kvtier.tiering.geometry import PAGE_TOKENS
 from kvtier.tiering.packing import TORCH_DTYPES, Placement, gather, scatter
 from kvtier.tiering.page_layout import Order, PageLayout
+from kvtier.tiering.residency import Residency
 from kvtier.tiering.segment import Segment, SegmentView
+from kvtier.tiering.started_writes import StartedWrites
 from tests import golden_cases
 from tests.golden_cases import CASES, Case
 
@@ -186,15 +190,27 @@ class MemoryDevice(Device):
         self.capacity_bytes = DATA_START + nbytes
         self.bytes = np.zeros(nbytes, np.uint8)
 
-    def read(self, offsets: Int64Array, buffers: Buffers) -> None:
+    def read(
+        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
+    ) -> None:
         self.check(offsets, buffers)
         for offset, start, length in zip(offsets, buffers.starts, buffers.lengths, strict=True):
             at = int(offset) - DATA_START
             buffers.memory[start : start + length] = self.bytes[at : at + length]
 
-    def start_read(self, offsets: Int64Array, buffers: Buffers) -> PendingBatch:
+    def start_read(
+        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
+    ) -> PendingBatch:
         batch = PendingBatch("read", self.path, offsets, buffers)
         self.read(offsets, buffers)
+        batch.settle()
+        return batch
+
+    def start_write(
+        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.WRITE
+    ) -> PendingBatch:
+        batch = PendingBatch("write", self.path, offsets, buffers)
+        self.write(offsets, buffers)
         batch.settle()
         return batch
 
@@ -227,12 +243,17 @@ class MemoryDevice(Device):
 class PlainSpace(DriveSpace):
     """Space without a catalog, in which nothing is ever evicted."""
 
-    def __init__(self, device: Device, allocator: ExtentAllocator) -> None:
+    def __init__(self, device: Device, allocator: SpreadAllocator) -> None:
         self.device = device
         self.allocator = allocator
+        self._started = StartedWrites(device)
 
-    def allocate(self, nbytes: int) -> Extent:
-        return self.allocator.allocate(nbytes)
+    @property
+    def started(self) -> StartedWrites:
+        return self._started
+
+    def allocate(self, nbytes: int, drive: int | None = None) -> Extent:
+        return self.allocator.allocate(nbytes, drive)
 
     def write(self, offsets: Int64Array, buffers: Buffers) -> None:
         self.device.write(offsets, buffers)
@@ -251,12 +272,13 @@ def test_write_path_of_the_store_makes_the_same_images(case: Case) -> None:
     layers = range(len(case.geometry.layers))
     images = b"".join(golden_cases.image_of(case, layer) for layer in layers)
     device = MemoryDevice(1 << 20)
-    # The buffers are dirty, so that padding which nobody cleared would show.
-    buffers = BufferPool(2 << 20)
-    buffers.memory[:] = 0xA5
     owner = Owner(golden_cases.STORE_UUID, golden_cases.FINGERPRINT)
-    space = PlainSpace(device, ExtentAllocator(DATA_START, device.capacity_bytes))
-    io = ExtentIO(case.geometry, owner, device, space, buffers, FixedOrder(case))
+    space = PlainSpace(device, SpreadAllocator([(DATA_START, device.capacity_bytes)]))
+    extents = ExtentIO(case.geometry, owner, device, space, BufferPool(1 << 20))
+    tiers = [MemoryTier(name, 0, case.geometry) for name in ("HOT", "HOST")]
+    writer = ExtentWriter(extents, Residency(case.geometry, *tiers), FixedOrder(case))
+    # The buffers are dirty, so that padding which nobody cleared would show.
+    writer.buffers.memory[:] = 0xA5
     before = Segment(start=0, layers=len(layers), token_count=max(case.start, 1), frozen=True)
     segment = Segment(
         start=case.start,
@@ -271,12 +293,12 @@ def test_write_path_of_the_store_makes_the_same_images(case: Case) -> None:
         start_digest=chain_digest(case.stream[: case.start]),
         end_digest=chain_digest(case.stream),
     )
-    io.write(
+    writer.write(
         [
             UnitWrite(Unit(segment, layer), case.bits(layer, False), case.bits(layer, True))
             for layer in layers
         ]
     )
-    io.write_headers([segment])
+    writer.write_headers([segment])
     assert device.bytes[: len(images)].tobytes() == images
     assert not device.bytes[len(images) :].any()

@@ -150,9 +150,9 @@ def test_save_twice_and_go_on(tmp_path: Path) -> None:
         cache = TieredCache(store, ids)
         output = generate(model, ids, cache, 20)
         assert cache.save("a", tokens=output) == 64
-        written = store.stats().bytes_written
+        written = store.stats().kv_bytes_stored
         assert cache.save("a", tokens=output) == cache.save("b") == 64
-        assert store.stats().bytes_written == written
+        assert store.stats().kv_bytes_stored == written
         output = generate(model, output, cache, 40)
         assert torch.equal(output, reference)
         assert cache.save("a") == 104

@@ -68,6 +68,7 @@ def test_order_of_a_save_and_of_a_removal(tmp_path: Path, monkeypatch: pytest.Mo
             return call
 
         monkeypatch.setattr(device, "write", noting("write", write))
+        monkeypatch.setattr(device, "start_write", noting("write", device.start_write))
         monkeypatch.setattr(device, "flush", noting("flush", flush))
         monkeypatch.setattr(Catalog, "transaction", noting("commit", commit))
         sequence = store.sequence()

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvtier.tiering.geometry import PAGE_TOKENS, LayerGeometry, pages_of
-from kvtier.tiering.page_layout import Order, PageLayout
+from kvtier.tiering.geometry import PAGE_TOKENS, pages_of
+from kvtier.tiering.page_layout import Order
 from kvtier.tiering.page_table import Columns, PageTable, columns_of
 from kvtier.tiering.segment import Segment, SegmentView
 
@@ -120,7 +120,7 @@ def test_no_views_are_no_columns() -> None:
     columns = columns_of([], 0)
     assert len(columns) == 0
     assert columns.positions(0, HEADS, 0, 0) is None
-    assert len(PageTable().columns(0, [], [])) == 0
+    assert len(PageTable().columns(0, (), [])) == 0
 
 
 def test_one_row_of_positions_serves_all_heads_unless_one_is_clustered() -> None:
@@ -148,9 +148,8 @@ def test_order_that_becomes_known_after_the_columns(seed: int) -> None:
     first, past = sorted(random.randint(0, stream.end + 1, 2).tolist())
     between = columns.between(0, first, past)
     for (segment, _), order in zip(stream.views, orders, strict=True):
-        layout = PageLayout(LayerGeometry(HEADS, 8, 8), segment.token_count, 2)
-        segment.directories[0] = layout.directory(order)
         segment.orders[0] = order
+        segment.payload_checksums[0] = 1
     assert shown(columns, 0, stream.end) == stream.expected(0, stream.end)
     assert shown(between, first, past) == stream.expected(first, past)
 
@@ -158,7 +157,7 @@ def test_order_that_becomes_known_after_the_columns(seed: int) -> None:
 def test_table_follows_views_and_tail() -> None:
     table = PageTable()
     first, second = segment_of(0, 40), segment_of(40, 16)
-    views = [SegmentView(first, 40)]
+    views: tuple[SegmentView, ...] = (SegmentView(first, 40),)
     tail = Segment(start=40, layers=2, filled=[5, 0])
     assert shown(table.columns(0, views, [tail]), 0, 45) == Stream(
         [(first, 40), (segment_of(40, 5), 5)]
@@ -170,11 +169,11 @@ def test_table_follows_views_and_tail() -> None:
     assert columns.count.tolist() == [16, 16, 8, 16, 1]
     assert columns.limit.tolist() == [40, 40, 40, 17, 17]
     # The views change: nothing of the old ones is kept.
-    views = [SegmentView(first, 33), SegmentView(second, 16)]
+    views = (SegmentView(first, 33), SegmentView(second, 16))
     columns = table.columns(0, views, [])
     assert columns.count.tolist() == [16, 16, 1, 16]
     assert columns.start.tolist() == [0, 16, 32, 40]
-    views[1] = SegmentView(second, 3)
+    views = (views[0], SegmentView(second, 3))
     assert table.columns(0, views, []).count.tolist() == [16, 16, 1, 3]
     assert len(table.columns(0, views[:1], [])) == 3
 
@@ -183,7 +182,7 @@ def test_layers_have_columns_of_their_own() -> None:
     random = np.random.RandomState(1)
     segment = Segment(start=0, layers=2, token_count=40, frozen=True, filled=[40, 40])
     segment.orders[1] = shuffled(random, 40)
-    views, table = [SegmentView(segment, 10)], PageTable()
+    views, table = (SegmentView(segment, 10),), PageTable()
     assert len(table.columns(0, views, [])) == pages_of(10)
     assert len(table.columns(1, views, [])) == pages_of(40)
     assert len(table.columns(0, views, [])) == pages_of(10)

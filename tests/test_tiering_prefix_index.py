@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvtier.tiering import stored_ranges
 from kvtier.tiering.chain import Tokens, as_tokens
 from kvtier.tiering.prefix_index import PrefixIndex
 from kvtier.tiering.segment import Segment, SegmentView
@@ -233,3 +234,126 @@ def test_ids_sort_by_value_and_not_by_their_bytes() -> None:
     for each in ids:
         model.check([each, each, 3])
         model.check([each, 7])
+
+
+class Tree:
+    """Segments in an index, some of them lost, and what a stream leads to by trying all."""
+
+    def __init__(self, random: np.random.RandomState, alphabet: int) -> None:
+        self.index = PrefixIndex()
+        self.segments: list[Segment] = []
+        self.random = random
+        self.alphabet = alphabet
+
+    def grow(self) -> None:
+        random = self.random
+        parent = None
+        if self.segments and random.rand() < 0.8:
+            above = self.segments[random.randint(len(self.segments))]
+            parent = SegmentView(above, int(random.randint(1, above.token_count + 1)))
+        count = random.randint(1, LENGTH_MAX + 1)
+        tokens = random.randint(0, self.alphabet, count).tolist()
+        if self.index.find(parent, as_tokens(tokens)) is None:
+            self.segments.append(segment_of(tokens, parent))
+            self.index.add(self.segments[-1])
+
+    def lose(self) -> None:
+        segment = self.segments[self.random.randint(len(self.segments))]
+        segment.quarantined = True
+        self.index.lose(segment)
+
+    def replace(self) -> None:
+        """Something lost is stored anew."""
+        lost = [each for each in self.segments if each.lost]
+        if not lost:
+            return
+        old = lost[self.random.randint(len(lost))]
+        tokens = tokens_of(old)
+        if self.index.find(old.parent, tokens) is not None:
+            return
+        assert old in self.index.find_lost(old.parent, tokens)
+        new = segment_of(tokens, old.parent)
+        self.index.replace(old, new)
+        self.segments[self.segments.index(old)] = new
+
+    def stream_of(self, segment: Segment) -> list[int]:
+        own: list[int] = tokens_of(segment).tolist()
+        if segment.parent is None:
+            return own
+        assert segment.parent.segment in self.segments, "what hung below a lost one hangs below"
+        return self.stream_of(segment.parent.segment)[: segment.parent.end] + own
+
+    def check(self, query: list[int]) -> None:
+        walked = self.index.walk(as_tokens(query))
+        expected = set()
+        for segment in self.segments:
+            stream = self.stream_of(segment)
+            shared = 0
+            while shared < min(len(stream), len(query)) and stream[shared] == query[shared]:
+                shared += 1
+            if shared > segment.start:
+                expected.add((segment, shared))
+        found = {(view.segment, view.end) for view in walked}
+        assert found <= expected
+        # What reaches no farther than another one that begins there and is sound may be left out.
+        for segment, end in expected - found:
+            assert end < segment.start + segment.token_count or not segment.lost
+            assert segment.lost or any(
+                view.segment.start == segment.start and view.end >= end and not view.segment.lost
+                for view in walked
+            ), (query, segment)
+            assert not any(
+                each.parent is not None
+                and each.parent.segment is segment
+                and each.parent.end <= end
+                for each in self.segments
+            ), "something hangs below it where the query leads"
+        self.check_chain(walked, query)
+
+    def check_chain(self, walked: list[SegmentView], query: list[int]) -> None:
+        """What is stored is unbroken in itself, and none of it is lost."""
+        position = 0
+        for view in stored_ranges.chains(walked, self.index.match(as_tokens(query))):
+            assert not view.segment.lost
+            assert view.segment.start >= position
+            assert (
+                tokens_of(view.segment)[: view.limit].tolist()
+                == (query[view.segment.start : view.end])
+            )
+            position = view.end
+
+
+@pytest.mark.parametrize("alphabet", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_walk_goes_on_behind_what_is_lost(seed: int, alphabet: int) -> None:
+    random = np.random.RandomState(1000 + seed * 10 + alphabet)
+    tree = Tree(random, alphabet)
+    for step in range(40):
+        act = random.rand()
+        if act < 0.7 or not tree.segments:
+            tree.grow()
+        elif act < 0.87:
+            tree.lose()
+        else:
+            tree.replace()
+        if step % 4 == 0 and tree.segments:
+            for _ in range(5):
+                query = tree.stream_of(tree.segments[random.randint(len(tree.segments))])
+                noise = random.randint(0, alphabet, random.randint(0, 6)).tolist()
+                tree.check(query[: random.randint(len(query) + 1)] + noise)
+
+
+def test_a_lost_segment_that_was_never_listed_leads_on() -> None:
+    """As from the catalog, or from a drive that is missing."""
+    index = PrefixIndex()
+    first = segment_of([1, 2, 3])
+    first.unavailable = True
+    child = segment_of([4], SegmentView(first, 3))
+    index.add(first)
+    index.add(child)
+    query = as_tokens([1, 2, 3, 4])
+    assert index.match(query) == []
+    assert [view.segment for view in index.walk(query)] == [first, child]
+    index.remove(child)
+    index.remove(first)
+    assert index.walk(query) == []

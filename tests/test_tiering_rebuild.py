@@ -139,15 +139,18 @@ def state_without_verify(path: Path) -> list[int]:
 
 
 def test_stored_twice(three: Path) -> None:
-    """Quarantined and stored anew: one of the two comes back, and removing it removes both."""
+    """Quarantined and stored anew while somebody uses the old ones: one of the two comes back, and
+    removing it removes both."""
     with open_store(three) as store:
         save(store, Stream("m", EXACT, "b2", STREAMS[1].tokens))
-    with Catalog.open(three / "catalog.sqlite") as catalog:
-        for row in rows(three)[3:6]:
-            catalog.set_quarantined(row.id, True)
     with open_store(three) as store:
+        user = store.resume(STREAMS[1].tokens)
+        for view in user.views:
+            view.segment.quarantined = view.segment.damaged = True
+        store._registry.quarantine([view.segment for view in user.views])
         # "b2" goes on pointing at the old Segments, "b" at the new ones.
         put(store, KV_M, "b", list(STREAMS[1].tokens))
+        store.release(user)
     assert len(rows(three)) == 12
     report = rebuilt(three)
     assert report.ok

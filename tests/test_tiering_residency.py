@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvtier.errors import CapacityError
-from kvtier.tiering.frames import FrameArray, MemoryTier
+from kvtier.tiering.frame_runs import FrameArray
+from kvtier.tiering.frames import MemoryTier
 from kvtier.tiering.geometry import SEGMENT_PAGES, Geometry, LayerGeometry
 from kvtier.tiering.residency import NO_FRAME, SLOTS_AT_FIRST, Residency
 
@@ -106,7 +107,7 @@ def test_growth_keeps_what_was_known_and_adds_nothing() -> None:
     assert residency.leases.sum() == 0
     assert (residency.hot.frames[2][slots[3], :, 4:6] == frames).all()
     assert residency.hot.pages.sum() == 6
-    assert residency.hot.used_at[2, slots[3]] == residency.clock
+    assert residency.used_at[2, slots[3]] == residency.clock
     assert residency.on_nvme.sum() == 1
     for tier in (residency.hot, residency.host):
         assert all((each[added] == NO_FRAME).all() for each in tier.frames)
@@ -170,7 +171,7 @@ def test_idle_is_what_the_last_whole_pass_did_not_use() -> None:
         residency.touch(np.array([0]), np.array([slot]))
 
     def idle() -> list[bool]:
-        return [bool(residency.hot.used_at[0, each] < residency.last_pass_began) for each in used]
+        return [bool(residency.used_at[0, each] < residency.last_pass_began) for each in used]
 
     residency.begin_pass()
     for each in used:
@@ -184,3 +185,113 @@ def test_idle_is_what_the_last_whole_pass_did_not_use() -> None:
     assert idle() == [False, True, True]
     residency.begin_pass()
     assert idle() == [True, True, True]
+
+
+def sessions(residency: Residency, slot: int) -> tuple[int, int, int]:
+    """used_at, began_at and interval of layer 0."""
+    residency.settle()
+    return tuple(  # type: ignore[return-value]
+        int(each[0, slot]) for each in (residency.used_at, residency.began_at, residency.interval)
+    )
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_passes_that_follow_each_other_are_one_session(noted: bool) -> None:
+    """However uses are told, at once or noted for later."""
+    residency = residency_of()
+    slot = residency.take_slot()
+    slots, layers = np.array([slot]), np.array([0])
+
+    def use() -> int:
+        if noted:
+            residency.note(0, slots)
+        else:
+            residency.touch(layers, slots)
+        return residency.clock
+
+    def idle() -> None:
+        residency.begin_pass()
+        residency.begin_pass()
+
+    assert sessions(residency, slot) == (0, 0, 0)
+    first = use()
+    for _ in range(5):
+        residency.begin_pass()
+        last = use()
+    assert sessions(residency, slot) == (last, first, 0)
+    idle()
+    second = use()
+    assert sessions(residency, slot) == (second, second, second - first)
+    residency.clock += 1000
+    idle()
+    third = use()
+    expected = (second - first + third - second) // 2
+    assert sessions(residency, slot) == (third, third, expected)
+    for _ in range(3):
+        residency.begin_pass()
+        last = use()
+    idle()
+    # Noted and touched alike: what was noted counts before what is touched.
+    residency.touch(layers, slots)
+    now = residency.clock
+    assert sessions(residency, slot) == (now, now, (expected + now - third) // 2)
+    assert last < now
+
+
+def test_one_unit_touched_is_what_many_are() -> None:
+    one, many = residency_of(), residency_of()
+    for residency in (one, many):
+        residency.take_slot()
+        residency.begin_pass()
+    for number in range(12):
+        if number % 3 == 0:
+            for residency in (one, many):
+                residency.begin_pass()
+        one.touch_unit(1, 15)
+        many.touch(np.array([1]), np.array([15]))
+        for name in ("used_at", "began_at", "interval", "clock"):
+            assert np.array_equal(getattr(one, name), getattr(many, name))
+    assert one.began_at[1, 15] > 0
+
+
+def test_history_outlives_the_slot() -> None:
+    residency = residency_of()
+    slot = residency.take_slot()
+    slots = np.array([slot])
+    residency.note(1, slots)
+    residency.begin_pass()
+    residency.begin_pass()
+    residency.note(1, slots)
+    history = residency.give_slot(slot)
+    assert (history.began_at, history.interval) == (residency.clock, 3)
+    assert residency.take_slot() == slot
+    residency.settle()
+    # Nothing that was noted of the one before counts for the new one.
+    assert not residency.began_at[:, slot].any()
+    assert not residency.interval[:, slot].any()
+    assert not residency.used_at[:, slot].any()
+    other = residency.take_slot(history)
+    assert residency.interval[:, other].tolist() == [3] * 3
+    assert residency.began_at[:, other].tolist() == [history.began_at] * 3
+
+
+def test_noted_arrays_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.tiering.residency.NOTED_MAX", 8)
+    residency = residency_of()
+    slot = residency.take_slot()
+    for _ in range(50):
+        residency.note(0, np.array([slot]))
+        assert len(residency._noted) <= 8
+    residency.settle()
+    assert residency.used_at[0, slot] == residency.clock
+
+
+def test_a_drop_is_counted_for_its_layer_alone() -> None:
+    residency = residency_of()
+    slot = residency.take_slot()
+    residency.hot.put(1, slot, 0, residency.hot.tier.take(1, 2).reshape(1, 2))
+    assert residency.hot.drops == [0, 0, 0]
+    residency.hot.drop(1, slot)
+    residency.hot.drop(1, slot)
+    assert residency.hot.drops == [0, 1, 0]
+    assert residency.host.drops == [0, 0, 0]

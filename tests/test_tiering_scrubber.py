@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ClosedError, ConfigError, DeviceError
-from kvtier.io.device import Buffers
+from kvtier.io.device import Buffers, Priority
 from kvtier.io.simulated_faults import NO_FAULTS, BadRange, Faults
 from kvtier.io.superblock import DATA_START
 from kvtier.tiering.background_scrub import background_scrub
@@ -192,13 +192,13 @@ def test_a_read_that_works_at_the_second_attempt_is_no_finding(
     genuine = filled.device.read
     failed: list[int] = []
 
-    def read(offsets: Any, buffers: Buffers) -> None:
+    def read(offsets: Any, buffers: Buffers, *priority: Priority) -> None:
         at = int(offsets[0])
         inside = DATA_START < at < REGION_BYTES - 4096
         if len(failed) < 3 and inside and at not in failed:
             failed.append(at)
             raise DeviceError("1 read failed", errno.EIO, [(0, errno.EIO)])
-        genuine(offsets, buffers)
+        genuine(offsets, buffers, *priority)
 
     with filled.open() as store:
         monkeypatch.setattr(filled.device, "read", read)

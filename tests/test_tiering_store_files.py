@@ -17,6 +17,7 @@ from kvtier.errors import (
     WrongStoreError,
 )
 from kvtier.io.catalog import Catalog
+from kvtier.io.region_place import RegionPlace
 from kvtier.tiering import store_files
 from kvtier.tiering.config import Config
 from kvtier.tiering.opening import open_files
@@ -40,7 +41,7 @@ def snapshot(directory: Path) -> dict[str, bytes]:
 def test_settings_round_trip(tmp_path: Path, path: str) -> None:
     assert not store_files.is_store(tmp_path)
     for size in (4 << 20, 2**62):
-        settings = Settings(STORE, path, size)
+        settings = Settings(STORE, (RegionPlace(path, size),))
         store_files.write_settings(tmp_path, settings)
         assert store_files.read_settings(tmp_path) == settings
     assert store_files.is_store(tmp_path)
@@ -49,15 +50,19 @@ def test_settings_round_trip(tmp_path: Path, path: str) -> None:
 
 
 def test_settings_are_readable_text(tmp_path: Path) -> None:
-    store_files.write_settings(tmp_path, Settings(STORE, REGION, 4096))
+    store_files.write_settings(tmp_path, Settings(STORE, (RegionPlace(REGION, 4096),)))
     assert (tmp_path / SETTINGS).read_text() == (
         f"layout_version: 1\nstore_uuid: {STORE}\nregion:\n  path: region.kv\n  bytes: 4096\n"
     )
 
 
 def test_region_path_is_relative_to_the_store_or_absolute(tmp_path: Path) -> None:
-    assert Settings(STORE, REGION, 1).region_file(tmp_path) == str(tmp_path / REGION)
-    assert Settings(STORE, "/dev/x", 1).region_file(tmp_path) == "/dev/x"
+    settings = Settings(STORE, (RegionPlace(REGION, 1), RegionPlace("/dev/x", 2)))
+    assert settings.places(tmp_path) == [
+        RegionPlace(str(tmp_path / REGION), 1),
+        RegionPlace("/dev/x", 2),
+    ]
+    assert settings.region_bytes == 3
 
 
 GOOD = f"layout_version: 1\nstore_uuid: {STORE}\nregion: {{path: region.kv, bytes: 4096}}\n"
@@ -102,7 +107,7 @@ def test_damaged_settings_are_a_format_error(tmp_path: Path, data: bytes) -> Non
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_flipped_byte_is_read_or_named(tmp_path: Path, seed: int) -> None:
-    store_files.write_settings(tmp_path, Settings(STORE, REGION, 4096))
+    store_files.write_settings(tmp_path, Settings(STORE, (RegionPlace(REGION, 4096),)))
     text = (tmp_path / SETTINGS).read_bytes()
     for at in range(len(text)):
         damaged = bytearray(text)
@@ -112,8 +117,9 @@ def test_any_flipped_byte_is_read_or_named(tmp_path: Path, seed: int) -> None:
             settings = store_files.read_settings(tmp_path)
         except FormatError:
             continue
-        assert isinstance(settings.region_bytes, int)
-        assert isinstance(settings.region_path, str)
+        for each in settings.regions:
+            assert isinstance(each.nbytes, int)
+            assert isinstance(each.path, str)
 
 
 @pytest.mark.parametrize("version", [LAYOUT_VERSION + 1, 0, 10**9])
@@ -213,6 +219,6 @@ def test_catalog_of_another_store_is_refused(tmp_path: Path) -> None:
     Catalog.create(tmp_path / CATALOG, OTHER).close()
     with (
         pytest.raises(WrongStoreError, match=OTHER),
-        store_files.open_catalog(tmp_path, Settings(STORE, REGION, 4096)),
+        store_files.open_catalog(tmp_path, Settings(STORE, (RegionPlace(REGION, 4096),))),
     ):
         pytest.fail("a catalog of another store was opened")

@@ -9,6 +9,7 @@ import pytest
 from kvtier.errors import CapacityError, DeviceError
 from kvtier.tiering.config import Config
 from kvtier.tiering.writer import hot_bytes_min
+from tests.late_writes import at_once
 from tests.store_cases import (
     GEOMETRIES,
     KV,
@@ -105,7 +106,9 @@ def test_a_write_that_failed_changes_no_byte(
             raise DeviceError("the drive refuses", 5)
 
         with monkeypatch.context() as patched:
-            patched.setattr(store._files.region.device, "write", refuse)
+            device = store._files.region.device
+            patched.setattr(device, "write", refuse)
+            patched.setattr(device, "start_write", at_once(device))
             with pytest.raises(DeviceError, match="refuses"):
                 store.save(sequence, "n", tokens)
         assert (store.names(), store.stats().device_bytes) == ([], used)

@@ -315,7 +315,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "region zero": ({"region": 0}, "at least 2097152 bytes.*got 0"),
     "region name": ({"region": "text.txt"}, "region must be a size.*got 'text.txt'"),
     "region small": ({"region": 4096}, "at least 2097152 bytes"),
-    "engine": ({"engine": "libaio"}, "engine must be auto, io_uring or threads: got 'libaio'"),
+    "engine": ({"engine": "libaio"}, "auto, io_uring, threads or nvme: got 'libaio'"),
     "direct": ({"direct_io": "maybe"}, "direct_io must be required, preferred or off"),
     "no geometry": ({"geometry": None}, "geometry= and fingerprint="),
     "fingerprint": ({"fingerprint": {"a": object()}}, "plain JSON"),

@@ -101,7 +101,7 @@ def test_verify_of_a_good_store_finds_nothing(store: Path) -> None:
 
 def test_verify_of_a_damaged_store_is_exit_code_1(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store")
-    region = Path(as_json("ls", str(store))["region_path"])
+    region = Path(as_json("ls", str(store))["regions"][0]["path"])
     with region.open("r+b") as file:
         # The data window begins at 1 MiB; damage the middle of what lies in it.
         file.seek((1 << 20) + 30_000)
@@ -116,10 +116,10 @@ def test_verify_of_a_damaged_store_is_exit_code_1(tmp_path: Path) -> None:
 def test_missing_region_is_said_once_and_plainly(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store")
     region = store / "region.kv"
-    assert as_json("ls", str(store))["region_state"] == "present"
+    assert as_json("ls", str(store))["regions"][0]["state"] == "present"
     assert "the region is" not in kvtier_command("ls", str(store)).stdout
     region.unlink()
-    assert as_json("ls", str(store))["region_state"] == "missing"
+    assert as_json("ls", str(store))["regions"][0]["state"] == "missing"
     sentence = (
         "the region is missing: restore the file or device; without it every segment is a miss"
     )
@@ -142,7 +142,7 @@ def test_truncated_region_is_said_with_both_sizes(tmp_path: Path) -> None:
     whole = region.stat().st_size
     for nbytes in (0, 1 << 20, whole - 4096):
         os.truncate(region, nbytes)
-        assert as_json("ls", str(store))["region_state"] == f"truncated to {nbytes} bytes"
+        assert as_json("ls", str(store))["regions"][0]["state"] == f"truncated to {nbytes} bytes"
         out = kvtier_command("ls", str(store)).stdout
         assert f"the region is truncated to {nbytes} bytes, it was made with {whole} bytes" in out
         for finding in as_json("verify", str(store), code=1)["findings"]:
@@ -152,7 +152,7 @@ def test_truncated_region_is_said_with_both_sizes(tmp_path: Path) -> None:
 def test_region_that_is_longer_than_it_was_made_is_present(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store")
     os.truncate(store / "region.kv", (16 << 20) + 4096)
-    assert as_json("ls", str(store))["region_state"] == "present"
+    assert as_json("ls", str(store))["regions"][0]["state"] == "present"
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

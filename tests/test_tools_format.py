@@ -45,7 +45,7 @@ def region(tmp_path: Path) -> str:
 def test_a_region_inside_the_store_needs_no_answer(tmp_path: Path) -> None:
     made = as_json("format", tmp_path / "kv", "--region", "16MiB")
     assert made["region_bytes"] == 16 * MIB
-    assert made["carried"] is None
+    assert made["carried"] == []
     assert describe(tmp_path / "kv").uuid == made["uuid"]
     message = refused("format", tmp_path / "kv", "--region", "16MiB", "--force", "--yes")
     assert f"store already, {made['uuid']}" in message
@@ -60,13 +60,13 @@ def test_the_path_must_be_typed(tmp_path: Path, region: str) -> None:
     assert not Path(region).read_bytes().strip(b"\0")
     done = at_a_terminal(region, "format", tmp_path / "kv", "--region", region)
     assert f"region {region}: 4.0 MiB" in done.stdout
-    assert describe(tmp_path / "kv").region_path == region
+    assert describe(tmp_path / "kv").regions[0].path == region
 
 
 def test_scripts_say_yes(tmp_path: Path, region: str) -> None:
     assert "pass --yes" in refused("format", tmp_path / "kv", "--region", region)
     assert not (tmp_path / "kv").exists()
-    assert as_json("format", tmp_path / "kv", "--region", region, "--yes")["carried"] == "nothing"
+    assert as_json("format", tmp_path / "kv", "--region", region, "--yes")["carried"] == ["nothing"]
 
 
 @pytest.mark.parametrize("make", [make_file_system, write_gpt])
@@ -86,7 +86,7 @@ def test_foreign_data_needs_force_and_an_answer(make: object, tmp_path: Path, re
     assert not kv.exists()
     done = answered(region, "format", kv, "--region", region, "--force")
     assert "it carried " in done.stdout
-    assert describe(kv).region_path == region
+    assert describe(kv).regions[0].path == region
 
 
 def test_forced_by_a_script(tmp_path: Path, region: str) -> None:
@@ -94,7 +94,7 @@ def test_forced_by_a_script(tmp_path: Path, region: str) -> None:
     Path(region).write_bytes(os.urandom(MIB) + bytes(REGION_BYTES - MIB))
     assert "unknown data" in refused("format", tmp_path / "kv", "--region", region, "--yes")
     made = as_json("format", tmp_path / "kv", "--region", region, "--yes", "--force")
-    assert made["carried"] == "unknown data in the first 1 MiB"
+    assert made["carried"] == ["unknown data in the first 1 MiB"]
 
 
 def test_the_region_of_another_store_is_named_with_its_date(tmp_path: Path, region: str) -> None:
@@ -175,7 +175,7 @@ def test_a_device(block_bytes: int, loop_device: LoopMaker, tmp_path: Path) -> N
     assert "ext4 file system" in refused("format", kv, "--region", device, "--yes")
     done = answered(device, "format", kv, "--region", device, "--force")
     assert f"in blocks of {block_bytes} bytes" in done.stderr
-    assert describe(kv).region_path == device
+    assert describe(kv).regions[0].path == device
     assert "ext4" not in kvtier("devices").stdout.split(device)[1].splitlines()[0]
 
 
@@ -242,7 +242,7 @@ def test_a_device_is_named_by_what_stays_with_it(
     named = partial(stable_path, folder=folder)
     monkeypatch.setattr("kvtier.tiering.opening.stable_path", named)
     make_store(tmp_path / "kv", Config(device))
-    assert read_settings(tmp_path / "kv").region_path == str(link)
+    assert read_settings(tmp_path / "kv").regions[0].path == str(link)
     # Either name is the same device.
     open_files(tmp_path / "kv", Config(device)).close()
     other = loop_device(16 * MIB, 512)

@@ -9,6 +9,7 @@ import pytest
 
 import kvtier as front
 from kvtier.errors import ConfigError, DeviceError, FormatError
+from kvtier.io.region_place import RegionPlace
 from kvtier.tiering import store_files
 from kvtier.tiering.config import Config
 from kvtier.tiering.listing import describe
@@ -136,7 +137,7 @@ SECRET = "hunter2"
         (f"layout_version: {SECRET}", "no whole number"),
         (f"layout_version: 1\nstore_uuid: {SECRET:x<32}\nregion: {{path: r, bytes: 1}}", "UUID"),
         (f"layout_version: 1\nstore_uuid: {SECRET}\nregion: {{path: r, bytes: {SECRET}}}", "size"),
-        (f"layout_version: 1\nstore_uuid: 5\nregion: {{path: {SECRET}, bytes: 1}}", "are text"),
+        (f"layout_version: 1\nstore_uuid: 5\nregion: {{path: {SECRET}, bytes: 1}}", "is text"),
         (SECRET, "TypeError"),
     ],
 )
@@ -151,11 +152,12 @@ def test_damaged_settings_are_not_quoted(text: str, where: str, tmp_path: Path) 
 def test_settings_are_read_up_to_a_bound(tmp_path: Path) -> None:
     path = tmp_path / "store.yaml"
     store_files.write_settings(
-        tmp_path, store_files.Settings("11111111-2222-3333-4444-555555555555", "r", 4096)
+        tmp_path,
+        store_files.Settings("11111111-2222-3333-4444-555555555555", (RegionPlace("r", 4096),)),
     )
     whole = path.read_bytes()
     path.write_bytes(whole + b"#" * ((64 << 10) - len(whole)))
-    assert store_files.read_settings(tmp_path).region_path == "r"
+    assert store_files.read_settings(tmp_path).regions[0].path == "r"
     path.write_bytes(whole + b"#" * ((64 << 10) - len(whole) + 1))
     assert "more than 65536 bytes" in refused("ls", tmp_path)
 

@@ -135,7 +135,7 @@ def test_settings_are_lost_too(store: Path, settings: bytes | None) -> None:
         (store / "store.yaml").write_bytes(settings)
     assert "name its region: --region PATH" in run(store, code=2).stderr
     run(store, "--region", store / "region.kv")
-    assert store_files.read_settings(store).region_path == "region.kv"
+    assert store_files.read_settings(store).regions[0].path == "region.kv"
     check(store)
 
 
@@ -160,13 +160,13 @@ def test_what_is_refused(store: Path, tmp_path: Path) -> None:
     assert "'letter.txt'" in done.stderr
     (tmp_path / "plain").write_bytes(bytes(4 << 20))
     with pytest.raises(ConfigError, match="this store's region is"):
-        rebuild(store, region=str(tmp_path / "plain"))
+        rebuild(store, regions=[str(tmp_path / "plain")])
     lose(store)
     with pytest.raises(FormatError, match="superblock"):
-        rebuild(tmp_path / "new", region=str(tmp_path / "plain"))
+        rebuild(tmp_path / "new", regions=[str(tmp_path / "plain")])
     (store / "store.yaml").write_text("layout_version: 2\n")
     with pytest.raises(FormatError, match="version 2"):
-        rebuild(store, region=str(store / "region.kv"))
+        rebuild(store, regions=[str(store / "region.kv")])
 
 
 def test_a_region_that_is_gone(store: Path) -> None:
@@ -196,7 +196,7 @@ def test_no_new_store_where_one_was(store: Path) -> None:
     with pytest.raises(ConfigError, match="not a kvtier store and not empty"):
         open_store(store)
     assert (store / "region.kv").read_bytes() == before
-    rebuild(store, region=str(store / "region.kv"))
+    rebuild(store, regions=[str(store / "region.kv")])
     check(store)
 
 
@@ -244,16 +244,16 @@ def test_cut_anywhere(store: Path, tmp_path: Path, lost: tuple[str, ...]) -> Non
         shutil.copytree(store, path)
         for each in lost:
             (path / each).unlink()
-        region = str(path / "region.kv") if "store.yaml" in lost else None
+        regions = [str(path / "region.kv")] if "store.yaml" in lost else []
         with pytest.MonkeyPatch.context() as patch:
             calls = cut_before(step, patch)
             with contextlib.suppress(Cut):
-                rebuild(path, region=region, force=True)
+                rebuild(path, regions=regions, force=True)
         is_whole = (path / "catalog.sqlite").exists() and (path / "store.yaml").exists()
         if not is_whole:
             with pytest.raises((DeviceError, ConfigError, FormatError)):
                 open_store(path, config=Config(hot="4MiB"))
-            rebuild(path, region=region, force=True)
+            rebuild(path, regions=regions, force=True)
         check(path)
         assert not [each for each in kept(path) if "rebuilt" in each]
         shutil.rmtree(path)
@@ -268,7 +268,7 @@ def test_torch_is_not_needed(store: Path) -> None:
     lose(store)
     code = (
         "import sys; from pathlib import Path; from kvtier.tools.rebuild import rebuild\n"
-        f"print(rebuild(Path({str(store)!r}), None, force=False).ok, 'torch' in sys.modules)"
+        f"print(rebuild(Path({str(store)!r}), [], force=False).ok, 'torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

@@ -63,11 +63,16 @@ class AsyncStore:
             BufferPool(bounce_bytes(store.geometry)),
             BATCH_BYTES,
             UNITS_MAX,
+            flights_max=2,
             shared=True,
             spare_bytes=store._writer.spare_bytes,
         )
         self._stepper = Stepper(
-            loop, worker, store._extents.device, store._lock, store._require_open
+            loop,
+            worker,
+            store._extents.device,
+            store._lock,
+            partial(store._require_open, is_urgent=True),
         )
 
     @classmethod
@@ -106,19 +111,23 @@ class AsyncStore:
 
     # ---- on the loop ------------------------------------------------------------------------
 
-    async def resume(self, tokens: object, *, provenance: Provenance = EXACT) -> Sequence:
+    async def resume(
+        self, tokens: object, *, provenance: Provenance = EXACT, lazily: bool = False
+    ) -> Sequence:
         """What Store.resume does. An array of tokens is taken faster than a list.
 
         Raises what it raises, and CapacityError after waiting long for a buffer.
         """
         self._require_open()
         wanted = as_tokens(tokens)
-        return await self._stepper.run(self._resuming(wanted, provenance), self.store.release)
+        resuming = self._resuming(wanted, provenance, lazily=lazily)
+        return await self._stepper.run(resuming, self.store.release)
 
-    def _resuming(self, wanted: Tokens, provenance: Provenance) -> Steps[Sequence]:
-        sequence = self.store.sequence(provenance)
+    def _resuming(self, wanted: Tokens, provenance: Provenance, *, lazily: bool) -> Steps[Sequence]:
+        sequence = self.store._new_sequence(provenance)
         try:
-            yield from self.store._restorer.resuming(sequence, wanted, self._reading)
+            resuming = self.store._restorer.resuming
+            yield from resuming(sequence, wanted, self._reading, lazily=lazily)
         except BaseException:
             sequence.closed = True
             raise

@@ -23,7 +23,8 @@ def _no_places() -> Int64Array:
 class SlabEntry:
     """One slab of the catalog. used: unix seconds.
 
-    sound: False where its row cannot be true, and it is left alone. places: int64 [entries, 3],
+    sound: False where its row cannot be true, and it is left alone. unavailable: it lies on a drive
+    that is missing, and comes back with it. places: int64 [entries, 3],
     offset in the slab, length and checksum of each Blob. keys: by entry; None where there is no
     Blob (any more). unreadable: entries that the device could not read since the store was opened.
     """
@@ -35,6 +36,7 @@ class SlabEntry:
     used: float
     quarantined: bool
     sound: bool = True
+    unavailable: bool = False
     places: Int64Array = field(default_factory=_no_places)
     keys: list[bytes | None] = field(default_factory=list)
     unreadable: set[int] = field(default_factory=set)
@@ -114,4 +116,5 @@ class BlobIndex:
 
 
 def _is_usable(slab: SlabEntry, entry: int) -> bool:
-    return slab.sound and not slab.quarantined and entry not in slab.unreadable
+    is_lost = slab.quarantined or slab.unavailable or entry in slab.unreadable
+    return slab.sound and not is_lost

@@ -87,11 +87,13 @@ def slab_findings(
         return
     if row.quarantined:
         yield Finding("extent", where, "it is quarantined: damage was found before")
+    if not checker.is_there(extent):
+        return
     device = checker.device
     where = f"{where}, {place(device, extent.offset)}"
-    if extent.end > device.capacity_bytes:
-        end = device.capacity_bytes
-        yield Finding("region", where, f"it ends at byte {extent.end}, the region at {end}")
+    outside = checker.outside(extent)
+    if outside is not None:
+        yield Finding("region", where, outside)
         return
     try:
         block = checker.read(extent)
@@ -127,7 +129,7 @@ def _block_findings(
         data = block[blob.offset : blob.offset + blob.length]
         found = slab_format.blob_checksum(owner[16:], blob.key, data.data, row.generation)
         if to_signed(found) != blob.checksum:
-            byte = extent.offset + blob.offset
+            byte = extent.byte + blob.offset
             yield BLOB, f"the blob at byte {byte}, entry {blob.entry}, is damaged"
     # While a header is to be rewritten, it may be torn, and show what was removed as live.
     for copy in range(0 if row.header_stale else COPIES):

@@ -80,6 +80,8 @@ class BlobShelf:
         self._counters = extents.counters
         self._unsealed: dict[bytes, memoryview] = {}
         self._unsealed_bytes = 0
+        self.sealed_bytes = 0
+        """Of Blobs that were made durable since the store was opened."""
 
     def __len__(self) -> int:
         known = self.ledger.inventory.blobs
@@ -230,7 +232,8 @@ class BlobShelf:
             self.io.extents.space.free(extents)
             raise
         for pack in packs:
-            for key, _ in pack:
+            for key, data in pack:
+                self.sealed_bytes += data.nbytes
                 self._forget_unsealed(key)
 
     def _packs(self, everything: bool, newer: set[bytes]) -> list[list[Blob]]:

@@ -9,7 +9,7 @@ from kvtier.errors import FormatError
 from kvtier.io.catalog import Catalog, FingerprintRow, NameRow, SegmentRow
 from kvtier.io.catalog_blobs import BlobTables
 from kvtier.io.catalog_schema import SlabRow
-from kvtier.io.extent import Extent
+from kvtier.io.extent import Extent, drive_of, drive_start
 from kvtier.tiering import record_format
 from kvtier.tiering.catalog_rows import RowChecker, extents_of, is_well_typed, record_extents
 from kvtier.tiering.findings import Report
@@ -157,4 +157,5 @@ def _check_overlaps(rows: CatalogRows, segments: list[SegmentRow], report: Repor
     ]
     for (_, end, owner), (offset, _, other) in pairwise(sorted(ranges)):
         if offset < end:
-            report.add("extent", f"byte {offset}", f"{owner} and {other} overlap")
+            where = f"byte {offset - drive_start(drive_of(offset))} of region {drive_of(offset)}"
+            report.add("extent", where, f"{owner} and {other} overlap")

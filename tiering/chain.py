@@ -65,4 +65,5 @@ def content_tokens(content: bytes, count: int) -> Tokens:
 
 def chain_digest(tokens: Tokens) -> bytes:
     """Digest of the position after `tokens`, which are all tokens from the stream's start."""
-    return ChainHash.at_start().then(tokens.astype("<u4").tobytes()).digest
+    # Without a copy: of a long stream one is taken at every Segment.
+    return ChainHash.at_start().then(np.ascontiguousarray(tokens, "<u4").data).digest

@@ -16,7 +16,7 @@ class ChainHash:
     def at_start(cls) -> Self:
         return cls(xxhash.xxh3_128())
 
-    def then(self, tokens: bytes) -> Self:
+    def then(self, tokens: bytes | memoryview) -> Self:
         """The position after these tokens too (little-endian uint32)."""
         state = self._state.copy()
         state.update(tokens)

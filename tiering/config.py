@@ -1,6 +1,7 @@
 """Settings of a store, checked once, and sizes as people write them."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import get_args
@@ -9,7 +10,7 @@ from kvtier.errors import ConfigError
 from kvtier.io.alignment import GRID_BYTES, align_down
 from kvtier.io.probe import Engine
 from kvtier.io.rawfile import DirectMode
-from kvtier.io.superblock import REGION_BYTES_MIN
+from kvtier.io.superblock import REGION_BYTES_MIN, REGIONS_MAX
 
 UNITS = {
     "": 1,
@@ -53,17 +54,21 @@ class Config:
     """How a store is opened.
 
     region: a size ("4GiB": a preallocated file in the store's directory), the path of a block
-        device or of a file, or None: the region that the store has, 4 GiB for a new store.
+        device or of a file, several such paths (what is stored is spread over them), or None: what
+        the store has, 4 GiB for a new store.
     hot, host: limits in bytes of the memory tiers; host may be 0.
-    engine: which Device implementation ("auto": the first that works here).
+    engine: which Device implementation ("auto": the first that works here; "nvme": commands past
+        the block layer, for a whole NVMe namespace, never chosen by itself).
     direct_io: "required" refuses a file system without O_DIRECT, "preferred" reports it,
         "off" goes through the page cache.
     force: format a region even though it carries something else. Never one that is mounted.
     hold_limit: bytes of the region that holds may keep from eviction; None: half of it.
     discard: tell the device which space is free (TRIM) after Segments were removed.
+    calibrate: with engine "auto", use what was measured of the device, and measure it, for about a
+        second, at the first opening that finds 64 MiB stored on it.
     """
 
-    region: int | str | None = None
+    region: int | str | Sequence[str] | None = None
     hot: int | str = "512MiB"
     host: int | str = 0
     engine: Engine = "auto"
@@ -71,23 +76,43 @@ class Config:
     force: bool = False
     hold_limit: int | str | None = None
     discard: bool = False
+    calibrate: bool = True
 
     def __post_init__(self) -> None:
         parse_bytes(self.hot, "hot")
         parse_bytes(self.host, "host")
         if self.hold_limit is not None:
             parse_bytes(self.hold_limit, "hold_limit")
+        self._check_paths()
         if self.region_bytes is not None and self.region_bytes < REGION_BYTES_MIN:
             raise ConfigError(
                 f"region must be at least {REGION_BYTES_MIN} bytes, or a path with a '/' in it: "
                 f"got {self.region!r}"
             )
         if self.engine not in get_args(Engine):
-            raise ConfigError(f"engine must be auto, io_uring or threads: got {self.engine!r}")
+            raise ConfigError(
+                f"engine must be auto, io_uring, threads or nvme: got {self.engine!r}"
+            )
         if self.direct_io not in get_args(DirectMode):
             raise ConfigError(
                 f"direct_io must be required, preferred or off: got {self.direct_io!r}"
             )
+
+    def _check_paths(self) -> None:
+        if self.region is None or isinstance(self.region, int | str):
+            return
+        paths = list(self.region) if isinstance(self.region, list | tuple) else [self.region]
+        if not 1 <= len(paths) <= REGIONS_MAX:
+            raise ConfigError(f"a store has 1 to {REGIONS_MAX} regions: got {len(paths)}")
+        for path in paths:
+            if not isinstance(path, str) or "/" not in path:
+                raise ConfigError(
+                    "region must be a size such as '4GiB', a path, or a list of paths, each with "
+                    f"a '/' in it: got {path!r}"
+                )
+        twice = next((path for path in paths if paths.count(path) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"region names {twice} twice: every drive once")
 
     @property
     def hot_bytes(self) -> int:
@@ -104,16 +129,18 @@ class Config:
         return parse_bytes(self.hold_limit, "hold_limit")
 
     @property
-    def region_path(self) -> str | None:
-        """The path that `region` names; None when it is a size or not given."""
+    def region_paths(self) -> tuple[str, ...]:
+        """The paths that `region` names; none when it is a size or not given."""
         if isinstance(self.region, str) and "/" in self.region:
-            return self.region
-        return None
+            return (self.region,)
+        if self.region is None or isinstance(self.region, int | str):
+            return ()
+        return tuple(self.region)
 
     @property
     def region_bytes(self) -> int | None:
-        """The size that `region` names, rounded down to the grid; None when it is a path or not
+        """The size that `region` names, rounded down to the grid; None when it is paths or not
         given."""
-        if self.region is None or self.region_path is not None:
+        if not isinstance(self.region, int | str) or self.region_paths:
             return None
         return align_down(parse_bytes(self.region, "region"), GRID_BYTES)

@@ -1,8 +1,8 @@
 """Which Segments leave the drive when it is full: a pure function from usage to victims.
 
 A Segment is of use only with everything before it, so a chain is eaten from its end: a victim has
-no child that stays. Among the ends, the one that was used longest ago goes first; what can no
-longer be reached, because damage was found before it, goes before all others.
+no child that stays. Among the ends, the one that was used longest ago goes first; what is damaged
+itself goes before all others.
 """
 
 import heapq
@@ -22,14 +22,14 @@ class DriveUsage:
     """All Segments of a region as parallel arrays, parents before their children.
 
     parents: index of the Segment before, or NO_PARENT. kept: in use or held.
-    used_at: any clock; smaller is longer ago. unreachable: damage lies in it or before it.
+    used_at: any clock; smaller is longer ago. lost: its own bytes are damaged.
     """
 
     parents: Int64Array
     nbytes: Int64Array
     used_at: npt.NDArray[np.float64]
     kept: npt.NDArray[np.bool_]
-    unreachable: npt.NDArray[np.bool_]
+    lost: npt.NDArray[np.bool_]
 
 
 DrivePolicy = Callable[[DriveUsage, int], list[int]]
@@ -42,7 +42,7 @@ def least_recently_used(usage: DriveUsage, needed_bytes: int) -> list[int]:
     children = np.bincount(
         usage.parents[usage.parents != NO_PARENT], minlength=len(parents)
     ).tolist()
-    order = np.where(usage.unreachable, -np.inf, usage.used_at).tolist()
+    order = np.where(usage.lost, -np.inf, usage.used_at).tolist()
     ends = [
         (order[index], index)
         for index in range(len(parents))

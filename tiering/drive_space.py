@@ -3,8 +3,9 @@ their Blobs, where it is full.
 
 Invariants:
 - Space is given out only when no row of the catalog names it, durably (Ledger).
-- A Segment that a Sequence views, that a hold keeps, or that another Segment continues is never
-  evicted. What is quarantined, or lies behind it, is of no use and goes first.
+- A Segment that a Sequence views, that a hold keeps, that another Segment continues, or that lies
+  on a drive which is missing is never evicted. What is quarantined is of no use and goes first;
+  what lies behind it is of use as soon as its tokens are computed again.
 """
 
 import errno
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtier.errors import CapacityError, DeviceError
-from kvtier.io.allocator import ExtentAllocator
+from kvtier.io.allocator import SpreadAllocator
 from kvtier.io.device import Buffers, Int64Array
 from kvtier.io.extent import Extent
 from kvtier.tiering.blob_index import SlabEntry
@@ -28,6 +29,8 @@ from kvtier.tiering.drive_eviction import (
 from kvtier.tiering.inventory import Entry
 from kvtier.tiering.ledger import Change, Ledger
 from kvtier.tiering.registry import Registry
+from kvtier.tiering.segment import NO_DRIVE, Segment
+from kvtier.tiering.started_writes import StartedWrites
 
 _log = logging.getLogger("kvtier")
 
@@ -40,7 +43,7 @@ class DriveSpace:
 
     def __init__(
         self,
-        allocator: ExtentAllocator,
+        allocator: SpreadAllocator,
         ledger: Ledger,
         registry: Registry,
         policy: DrivePolicy = least_recently_used,
@@ -51,6 +54,11 @@ class DriveSpace:
         self.policy = policy
         self.segments_evicted = 0
         self.slabs_evicted = 0
+
+    @property
+    def started(self) -> StartedWrites:
+        """What is on its way into space that was given out."""
+        return self.ledger.started
 
     def require(self, nbytes: int) -> None:
         """Raise CapacityError, and evict nothing, where so many bytes can not be had at all."""
@@ -64,16 +72,23 @@ class DriveSpace:
                 f"region ({evictable} bytes may be evicted, the rest is in use or held)",
                 nbytes,
                 free + evictable,
-                self.allocator.end - self.allocator.start,
+                self.allocator.window_bytes,
             )
 
-    def allocate(self, nbytes: int) -> Extent:
-        """A free range on the grid. Raises CapacityError when nothing more can be evicted,
-        DeviceError."""
+    def drive_for(self, segment: Segment) -> int:
+        """The number of the drive that all of a Segment is to lie on: the next one in turn, so that
+        a context's Segments are read from all drives at once, and one that goes takes few."""
+        if segment.drive == NO_DRIVE:
+            segment.drive = self.allocator.next_drive()
+        return segment.drive
+
+    def allocate(self, nbytes: int, drive: int | None = None) -> Extent:
+        """A free range on the grid; where it can be on this drive. Raises CapacityError when
+        nothing more can be evicted, DeviceError."""
         self.require(nbytes)
         while True:
             try:
-                return self.allocator.allocate(nbytes)
+                return self.allocator.allocate(nbytes, drive)
             except CapacityError:
                 # Free pieces may be scattered, so freeing as much as is needed need not do.
                 if not self.evict(nbytes):
@@ -100,7 +115,7 @@ class DriveSpace:
         discard: tell the device what became free, whatever the store's setting is. Raises
         DeviceError when the device lets nothing become free.
         """
-        window = self.allocator.end - self.allocator.start
+        window = self.allocator.window_bytes
         entries, slabs, usage = self._usage()
         chosen = self.policy(usage, max(needed_bytes, window // EVICTED_SHARE_MIN))
         if not chosen:
@@ -138,18 +153,19 @@ class DriveSpace:
         count = len(entries) + len(slabs)
         index_of = {entry.id: index for index, entry in enumerate(entries)}
         parents = np.full(count, NO_PARENT, np.int64)
-        unreachable = np.zeros(count, np.bool_)
+        lost = np.zeros(count, np.bool_)
         for index, entry in enumerate(entries):
             if entry.parent_id is not None:
                 parent = index_of.get(entry.parent_id, NO_PARENT)
                 parents[index] = parent
-                if parent != NO_PARENT:
-                    unreachable[index] = unreachable[parent]
-            unreachable[index] |= entry.quarantined
+            lost[index] = entry.quarantined
         for index, slab in enumerate(slabs, len(entries)):
-            unreachable[index] = slab.quarantined
-        kept = [not entry.sound or entry.id in held or in_use(entry.id) for entry in entries]
-        kept += [not slab.sound for slab in slabs]
+            lost[index] = slab.quarantined
+        kept = [
+            not entry.sound or entry.unavailable or entry.id in held or in_use(entry.id)
+            for entry in entries
+        ]
+        kept += [not slab.sound or slab.unavailable for slab in slabs]
         nbytes = [entry.nbytes for entry in entries] + [slab.extent.length for slab in slabs]
         used = [entry.used for entry in entries] + [slab.used for slab in slabs]
         usage = DriveUsage(
@@ -157,6 +173,6 @@ class DriveSpace:
             np.array(nbytes, np.int64),
             np.array(used, np.float64),
             np.array(kept, np.bool_),
-            unreachable,
+            lost,
         )
         return entries, slabs, usage

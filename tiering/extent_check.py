@@ -18,7 +18,8 @@ from kvtier.errors import DeviceError, FormatError
 from kvtier.io.alignment import GRID_BYTES
 from kvtier.io.buffers import aligned_bytes
 from kvtier.io.catalog import SegmentRow
-from kvtier.io.device import Buffers, ByteArray, Device, Int64Array
+from kvtier.io.device import Buffers, ByteArray, Device, Int64Array, Priority
+from kvtier.io.drives import MissingDrive
 from kvtier.io.extent import Extent
 from kvtier.io.superblock import DATA_START, SUPERBLOCK_BYTES, copy_offsets
 from kvtier.tiering import extent_format, record_format
@@ -71,13 +72,19 @@ class ExtentChecker:
 
     def check_segment(self, row: SegmentRow, fingerprint: bytes) -> list[Finding]:
         """Everything that is wrong with the Extents of a Segment. The row must be sound."""
-        self.report.segments_checked += 1
-        layers = range(len(extents_of(row)))
+        extents = extents_of(row)
+        if all(map(self.is_there, extents)):
+            self.report.segments_checked += 1
+        else:
+            self.report.segments_missing += 1
+        layers = range(len(extents))
         return [each for layer in layers for each in self.check_extent(row, fingerprint, layer)]
 
     def check_extent(self, row: SegmentRow, fingerprint: bytes, layer: int) -> list[Finding]:
         """Read one Extent from end to end: what is wrong with it. Raises ClosedError."""
         extent = extents_of(row)[layer]
+        if not self.is_there(extent):
+            return []
         where = f"segment {row.id}, layer {layer}, {place(self.device, extent.offset)}"
         found = self._extent_findings(row, fingerprint, layer, extent)
         return [Finding(kind, where, what) for kind, what in found]
@@ -85,9 +92,9 @@ class ExtentChecker:
     def _extent_findings(
         self, row: SegmentRow, fingerprint: bytes, layer: int, extent: Extent
     ) -> list[Found]:
-        if extent.end > self.device.capacity_bytes:
-            end = self.device.capacity_bytes
-            return [("region", f"it ends at byte {extent.end}, the region at {end}")]
+        outside = self.outside(extent)
+        if outside is not None:
+            return [("region", outside)]
         identity = ExtentIdentity(
             store_uuid=self._store_uuid,
             fingerprint=fingerprint,
@@ -126,7 +133,7 @@ class ExtentChecker:
         yield from self._payload_findings(block, header)
         behind = header.header_bytes + header.payload_bytes
         if block[behind:].any():
-            yield PADDING, _not_zeros(block, behind, identity.device_offset)
+            yield PADDING, self.not_zeros(block, behind, identity.device_offset)
 
     def _payload_findings(self, block: ByteArray, header: ExtentHeader) -> Iterator[Found]:
         payload = block[header.header_bytes :][: header.payload_bytes]
@@ -144,10 +151,12 @@ class ExtentChecker:
 
         expected: with as much of the body as must be there. whose: in words.
         """
+        if not self.is_there(extent):
+            return []
         where = f"{whose}, {place(self.device, extent.offset)}"
-        if extent.end > self.device.capacity_bytes:
-            end = self.device.capacity_bytes
-            return [Finding("region", where, f"it ends at byte {extent.end}, the region at {end}")]
+        outside = self.outside(extent)
+        if outside is not None:
+            return [Finding("region", where, outside)]
         try:
             block = self.read(extent)
         except DeviceError as error:
@@ -161,17 +170,40 @@ class ExtentChecker:
             return [Finding(RECORD, where, "its record says something else than the catalog")]
         return []
 
-    def check_reserved(self, region_bytes: int) -> None:
-        """Report bytes before the data window that belong to no superblock and are not zeros."""
+    def check_reserved(self, start: int, region_bytes: int) -> None:
+        """Report bytes before the data window that belong to no superblock and are not zeros.
+
+        start: of the region, in bytes of the device.
+        """
+        path = self.device.locate(start)[0].path
         try:
-            block = self.read(Extent(0, DATA_START)).copy()
+            block = self.read(Extent(start, DATA_START)).copy()
         except DeviceError as error:
-            self.report.add(MEDIA, self.device.path, without_place(error, self.device.path))
+            self.report.add(MEDIA, path, without_place(error, path))
             return
         for offset in copy_offsets(region_bytes)[:2]:
             block[offset : offset + SUPERBLOCK_BYTES] = 0
         if block.any():
-            self.report.add(PADDING, self.device.path, _not_zeros(block, 0, 0))
+            self.report.add(PADDING, path, self.not_zeros(block, 0, start))
+
+    def is_there(self, extent: Extent) -> bool:
+        """Whether the drive that an Extent lies on is there. What lies on another is not checked:
+        that the drive is missing is said once."""
+        return not isinstance(self.device.locate(extent.offset)[0], MissingDrive)
+
+    def outside(self, extent: Extent) -> str | None:
+        """Why an Extent cannot be there as a whole, in words; None: its drive is long enough."""
+        drive, byte = self.device.locate(extent.offset)
+        end = byte + extent.length
+        if end <= drive.capacity_bytes:
+            return None
+        return f"it ends at byte {end}, the region at {drive.capacity_bytes}"
+
+    def not_zeros(self, block: ByteArray, start: int, offset: int) -> str:
+        """block[start:] holds something; `offset` is where the block lies on the device."""
+        held = np.flatnonzero(block[start:])
+        _, first = self.device.locate(offset + start + int(held[0]))
+        return f"{len(held)} bytes that must be zeros are not, the first at byte {first}"
 
     # ---- reading ----------------------------------------------------------------------------
 
@@ -194,7 +226,8 @@ class ExtentChecker:
     def _read_piece(self, offset: int, piece: ByteArray) -> list[tuple[int, int]]:
         """(byte, errno) of every grid block of a piece that cannot be read."""
         try:
-            self.device.read(np.array([offset], np.int64), Buffers.whole(piece))
+            whole = Buffers.whole(piece)
+            self.device.read(np.array([offset], np.int64), whole, Priority.SCRUB)
         except DeviceError as error:
             if not error.failures:
                 raise
@@ -204,7 +237,8 @@ class ExtentChecker:
         starts: Int64Array = np.arange(0, piece.size, GRID_BYTES, dtype=np.int64)
         lengths = np.full(len(starts), GRID_BYTES, np.int64)
         try:
-            self.device.read(offset + starts, Buffers(piece, starts, lengths))
+            blocks = Buffers(piece, starts, lengths)
+            self.device.read(offset + starts, blocks, Priority.SCRUB)
         except DeviceError as error:
             if not error.failures:
                 raise
@@ -213,19 +247,12 @@ class ExtentChecker:
         return []
 
     def _unreadable(self, failures: list[tuple[int, int]]) -> str:
+        places = [self.device.locate(offset) for offset, _ in failures[:BLOCKS_NAMED_MAX]]
         named = ", ".join(
-            f"byte {offset} (block {offset // self.device.block_bytes})"
-            for offset, _ in failures[:BLOCKS_NAMED_MAX]
+            f"byte {byte} (block {byte // drive.block_bytes})" for drive, byte in places
         )
         more = len(failures) - BLOCKS_NAMED_MAX
         return (
             f"{len(failures)} pieces of {GRID_BYTES} bytes cannot be read "
             f"({os.strerror(failures[0][1])}): {named}{f' and {more} more' if more > 0 else ''}"
         )
-
-
-def _not_zeros(block: ByteArray, start: int, offset: int) -> str:
-    """block[start:] holds something; `offset` is where the block lies on the device."""
-    held = np.flatnonzero(block[start:])
-    first = offset + start + int(held[0])
-    return f"{len(held)} bytes that must be zeros are not, the first at byte {first}"

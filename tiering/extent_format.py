@@ -10,6 +10,7 @@ Invariants:
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,7 @@ HEADER = struct.Struct("<8sII16s32s16s16sQQQQQQIIIIIHHIIII56sQQ")
 HEADER_BYTES = 256
 assert HEADER.size == HEADER_BYTES
 CHECKSUM_AT = HEADER_BYTES - 8
+_PAYLOAD_CHECKSUM_AT = 128
 
 DIRECTORY_ENTRY = np.dtype(
     [
@@ -102,6 +104,16 @@ def checksum(data: ByteArray, seed: int) -> int:
     return xxhash.xxh3_64_intdigest(data.data, seed)
 
 
+def checksum_of_pieces(pieces: Sequence[ByteArray], seed: int) -> int:
+    """`checksum` of bytes that lie in several places."""
+    if len(pieces) == 1:
+        return checksum(pieces[0], seed)
+    state = xxhash.xxh3_64(seed=seed)
+    for piece in pieces:
+        state.update(piece.data)
+    return state.intdigest()
+
+
 def checksum_pages(directory: Directory, payload: ByteArray, generation: int) -> None:
     """Write the checksum of every Page of `payload` into the directory."""
     view = payload.data
@@ -148,12 +160,30 @@ def write_header(
     assert target.size == header_bytes(geometry, identity.layer, identity.token_count)
     assert len(directory) == layer.kv_heads * pages_of(identity.token_count)
     target[:] = 0
-    HEADER.pack_into(
-        target.data,
-        0,
+    target[:HEADER_BYTES] = np.frombuffer(
+        _packed(identity, geometry, (target.size, len(directory), len(stored)), payload_checksum),
+        np.uint8,
+    )
+    directory_end = HEADER_BYTES + directory.nbytes
+    target[HEADER_BYTES:directory_end] = directory.view(np.uint8)
+    target[directory_end : directory_end + stored.nbytes] = stored.view(np.uint8)
+    struct.pack_into("<Q", target.data, CHECKSUM_AT, checksum(target, 0))
+
+
+def _packed(
+    identity: ExtentIdentity,
+    geometry: Geometry,
+    counts: tuple[int, int, int],
+    payload_checksum: int,
+) -> bytes:
+    """The fields of a header, its own checksum still zero. counts: bytes of the header, Pages, and
+    tokens that it holds."""
+    layer = geometry.layers[identity.layer]
+    size, pages, stored = counts
+    return HEADER.pack(
         MAGIC,
         FORMAT_VERSION,
-        target.size,
+        size,
         identity.store_uuid,
         identity.fingerprint,
         identity.start_digest,
@@ -172,17 +202,45 @@ def write_header(
         PAGE_TOKENS,
         DTYPE_CODES[geometry.dtype],
         identity.token_count,
-        len(directory),
-        len(stored),
+        pages,
+        stored,
         1,
-        provenance,
+        identity.provenance.encode(),
         layer.window or 0,
         0,
     )
-    directory_end = HEADER_BYTES + directory.nbytes
-    target[HEADER_BYTES:directory_end] = directory.view(np.uint8)
-    target[directory_end : directory_end + stored.nbytes] = stored.view(np.uint8)
-    struct.pack_into("<Q", target.data, CHECKSUM_AT, checksum(target, 0))
+
+
+def checksum_in_plain_header(
+    block: ByteArray,
+    identity: ExtentIdentity,
+    geometry: Geometry,
+    plain: Directory,
+    tokens: Tokens,
+) -> int | None:
+    """The payload's checksum, if `block` is exactly the header that these would have been written
+    with: intact, of this Extent, its Pages in the order of positions. None: something differs, and
+    `parse_header` says what, or reads another order.
+
+    plain: that directory without checksums. It compares bytes: a restore does so for every unit.
+    """
+    stored = tokens if identity.layer == 0 else tokens[:0]
+    (found,) = struct.unpack_from("<Q", block.data, _PAYLOAD_CHECKSUM_AT)
+    (expected,) = struct.unpack_from("<Q", block.data, CHECKSUM_AT)
+    fields = _packed(identity, geometry, (block.size, len(plain), len(stored)), found)
+    directory_end = HEADER_BYTES + plain.nbytes
+    directory = block[HEADER_BYTES:directory_end].view(DIRECTORY_ENTRY).copy()
+    directory["checksum"] = 0
+    state = xxhash.xxh3_64(fields)
+    state.update(block[HEADER_BYTES:].data)
+    if (
+        state.intdigest() != expected
+        or fields[:CHECKSUM_AT] != block[:CHECKSUM_AT].tobytes()
+        or directory.tobytes() != plain.tobytes()
+        or stored.tobytes() != block[directory_end : directory_end + stored.nbytes].tobytes()
+    ):
+        return None
+    return int(found)
 
 
 def _intact_header(block: ByteArray, where: str) -> ByteArray:

@@ -17,9 +17,10 @@ BLOB: Final = "blob"
 
 def place(device: Device, offset: int) -> str:
     """A byte of a device with its block address (LBA), in words."""
+    drive, byte = device.locate(offset)
     return (
-        f"byte {offset} of {device.path} "
-        f"(block {offset // device.block_bytes} of {device.block_bytes} bytes)"
+        f"byte {byte} of {drive.path} "
+        f"(block {byte // drive.block_bytes} of {drive.block_bytes} bytes)"
     )
 
 
@@ -40,6 +41,8 @@ class Finding:
 class Report:
     findings: list[Finding] = field(default_factory=list)
     segments_checked: int = 0
+    segments_missing: int = 0
+    """Those of which something lies on a drive that is not there."""
     extents_checked: int = 0
     pages_checked: int = 0
     slabs_checked: int = 0

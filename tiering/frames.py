@@ -3,57 +3,92 @@
 Invariants:
 - used_bytes never exceeds limit_bytes; used_bytes_max is the highest value ever reached.
 - A Frame is either free or handed out once.
-- Free Frames are reused last in, first out, so that memory which was never needed is never
-  touched: a pool is reserved address space until its Frames are written. Where several pools share
-  the limit, memory of free Frames goes back to the system.
+- Free Frames are reused before others, so that memory which was never needed is never touched: a
+  pool is reserved address space until its Frames are written. Where several pools share the limit,
+  memory of free Frames goes back to the system.
+- A pool has room for headers beside its Frames, so that a unit's header and its Pages can be read
+  by one batch, which has one memory. Header rooms are no part of the limit.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvtier.errors import CapacityError
+from kvtier.io.alignment import GRID_BYTES, align_up
 from kvtier.io.buffers import aligned_bytes, give_back
-from kvtier.tiering.geometry import PAGE_TOKENS, Geometry
+from kvtier.io.device import ByteArray
+from kvtier.tiering.extent_format import header_bytes
+from kvtier.tiering.frame_runs import FrameArray, FrameRuns, runs_of
+from kvtier.tiering.geometry import PAGE_TOKENS, SEGMENT_TOKENS, Geometry
 from kvtier.tiering.packing import TORCH_DTYPES
 
-FrameArray = npt.NDArray[np.int64]
+HEADERS_BYTES = 8 << 20
+"""Room for the headers of units on their way, in each pool; touched only as far as it is used."""
+HEADERS_MAX = 1024
+HEADERS_MIN = 16
+
+BitArray = npt.NDArray[np.generic]
 
 
 class FramePool:
     """Frames of one row width, as the rows of one tensor."""
 
-    def __init__(self, width: int, frame_bytes: int, count: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, width: int, frame_bytes: int, count: int, header_room: int, dtype: torch.dtype
+    ) -> None:
+        """header_room: bytes of the largest header of a unit whose Pages are these Frames."""
         self.frame_bytes = frame_bytes
-        self._bytes = aligned_bytes(count * frame_bytes)
-        self.memory = torch.from_numpy(self._bytes).view(count, frame_bytes).view(dtype)
+        headers = min(max(HEADERS_BYTES // header_room, HEADERS_MIN), HEADERS_MAX)
+        self._headers_start = align_up(count * frame_bytes, GRID_BYTES)
+        self.arena: ByteArray = aligned_bytes(self._headers_start + headers * header_room)
+        """Frame i is the frame_bytes from i * frame_bytes on."""
+        rows = torch.from_numpy(self.arena[: count * frame_bytes])
+        self.memory = rows.view(count, frame_bytes).view(dtype)
         assert self.memory.shape == (count, PAGE_TOKENS * width)
-        self._unused = 0
-        """Frames from this one on were never handed out."""
-        self._given = np.zeros(0, np.int64)
-        self._given_count = 0
+        self.bits = bits_of(self.memory)
+        self._free = FrameRuns(count)
+        self._free_headers = [
+            self._headers_start + place * header_room for place in range(headers - 1, -1, -1)
+        ]
 
     def take(self, count: int) -> FrameArray:
-        again = min(count, self._given_count)
-        self._given_count -= again
-        first = self._unused
-        self._unused += count - again
-        assert self._unused <= len(self.memory)
-        reused = self._given[self._given_count : self._given_count + again][::-1]
-        return np.concatenate([reused, np.arange(first, self._unused)])
+        """Frames that are free, neighbours where there are."""
+        return self._free.take(count)
+
+    def take_each(self, counts: Sequence[int]) -> FrameArray:
+        """The same for several units, one behind the other."""
+        return self._free.take_each(counts)
 
     def give(self, frames: FrameArray) -> None:
-        needed = self._given_count + len(frames)
-        if needed > len(self._given):
-            self._given = np.resize(self._given, max(needed, 2 * len(self._given)))
-        self._given[self._given_count : needed] = frames
-        self._given_count = needed
+        self._free.give(frames)
+
+    def take_header(self) -> int | None:
+        """Where in `arena` a header may be put; None: nowhere now."""
+        return self._free_headers.pop() if self._free_headers else None
+
+    def give_header(self, start: int) -> None:
+        self._free_headers.append(start)
+
+    @property
+    def headers_free(self) -> int:
+        return len(self._free_headers)
 
     def return_memory(self, frames: FrameArray) -> None:
         """Let the system have the memory of Frames that were given back."""
-        ordered = np.sort(frames)
-        for run in np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1):
-            give_back(self._bytes, int(run[0]) * self.frame_bytes, len(run) * self.frame_bytes)
+        for start, length in runs_of(frames):
+            give_back(self.arena, start * self.frame_bytes, length * self.frame_bytes)
+
+
+def bits_of(tensor: torch.Tensor) -> BitArray:
+    """The same memory as an array, bfloat16 as integers, for copies of a few tokens bit for bit:
+    numpy makes them at a fraction of the cost of a call of torch."""
+    array: BitArray = (
+        tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+    ).numpy()
+    return array
 
 
 class MemoryTier:
@@ -67,6 +102,7 @@ class MemoryTier:
         self.used_bytes_max = 0
         self._geometry = geometry
         self._pools: dict[int, FramePool] = {}
+        self._token_rows: dict[int, tuple[BitArray, BitArray]] = {}
         if limit_bytes:
             for layer in range(len(geometry.layers)):
                 self.pool(layer)
@@ -82,7 +118,13 @@ class MemoryTier:
         if pool is None:
             frame_bytes = self._geometry.frame_bytes(layer)
             count = self.limit_bytes // frame_bytes
-            pool = FramePool(width, frame_bytes, count, TORCH_DTYPES[self._geometry.dtype])
+            room = max(
+                header_bytes(self._geometry, each, SEGMENT_TOKENS)
+                for each, shape in enumerate(self._geometry.layers)
+                if shape.row_width == width
+            )
+            dtype = TORCH_DTYPES[self._geometry.dtype]
+            pool = FramePool(width, frame_bytes, count, room, dtype)
             self._pools[width] = pool
         return pool
 
@@ -90,20 +132,45 @@ class MemoryTier:
         """Tensor [frames, 16 * (Dk + Dv)] that this layer's Frames are rows of."""
         return self.pool(layer).memory
 
+    def token_rows(self, layer: int) -> tuple[BitArray, BitArray]:
+        """The bits of that memory as keys [frames, 16, Dk] and values [frames, 16, Dv]."""
+        rows = self._token_rows.get(layer)
+        if rows is None:
+            shape = self._geometry.layers[layer]
+            bits = self.pool(layer).bits
+            split = PAGE_TOKENS * shape.key_width
+            rows = (
+                bits[:, :split].reshape(len(bits), PAGE_TOKENS, shape.key_width),
+                bits[:, split:].reshape(len(bits), PAGE_TOKENS, shape.value_width),
+            )
+            assert not len(bits) or np.shares_memory(rows[0], bits)
+            self._token_rows[layer] = rows
+        return rows
+
     def take(self, layer: int, count: int) -> FrameArray:
         """Frames for `count` Pages. Raises CapacityError when they do not fit the limit."""
-        needed = count * self._geometry.frame_bytes(layer)
+        pool = self.pool(layer)
+        self._use(count * pool.frame_bytes)
+        return pool.take(count)
+
+    def take_each(self, layer: int, counts: Sequence[int]) -> FrameArray:
+        """The same for several units of layers that share this one's pool, one behind the
+        other."""
+        pool = self.pool(layer)
+        self._use(sum(counts) * pool.frame_bytes)
+        return pool.take_each(counts)
+
+    def _use(self, needed: int) -> None:
         if needed > self.free_bytes:
             raise CapacityError(self.name, needed, self.free_bytes, self.limit_bytes)
         self.used_bytes += needed
         self.used_bytes_max = max(self.used_bytes_max, self.used_bytes)
-        return self.pool(layer).take(count)
 
     def give(self, layer: int, frames: FrameArray) -> None:
         """Take Frames back."""
-        self.used_bytes -= len(frames) * self._geometry.frame_bytes(layer)
-        assert self.used_bytes >= 0
         pool = self.pool(layer)
+        self.used_bytes -= len(frames) * pool.frame_bytes
+        assert self.used_bytes >= 0
         pool.give(frames)
         if len(self._pools) > 1 and len(frames):
             # Else memory that one pool has touched would stay beside what another one needs, and

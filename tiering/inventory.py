@@ -8,7 +8,7 @@ Invariants:
 - `held_bytes` counts a Segment once, however many held names end in it or behind it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
@@ -35,6 +35,8 @@ class Entry:
     quarantined: bool
     sound: bool = True
     """False: its row cannot be true, and it is left alone."""
+    unavailable: bool = False
+    """Something of it lies on a drive that is missing: left alone until that is back."""
     children: set[int] = field(default_factory=set)
     names: set[NameKey] = field(default_factory=set)
 
@@ -69,6 +71,13 @@ class Inventory:
             found.add_slab(slab.id, slab)
         return found
 
+    def miss(self, is_there: Callable[[Extent], bool]) -> None:
+        """Know what lies on drives that are missing. is_there: whether an Extent can be read."""
+        for entry in self.entries.values():
+            entry.unavailable = not all(map(is_there, entry.extents))
+        for slab in self.slabs.values():
+            slab.unavailable = not is_there(slab.extent)
+
     def add_segment(self, segment_id: int, row: SegmentRow) -> None:
         """row.id is ignored. Raises FormatError for impossible Extents."""
         # What a damaged catalog may say of its use must not stop anybody from opening it.
@@ -78,6 +87,12 @@ class Inventory:
         )
         if row.parent_id in self.entries:
             self.entries[row.parent_id].children.add(segment_id)
+
+    def replace_segment(self, segment_id: int, row: SegmentRow) -> None:
+        """Its Extents, which were lost, are those of the row now."""
+        entry = self.entries[segment_id]
+        entry.extents, entry.used = extents_of(row), row.used
+        entry.quarantined = entry.unavailable = False
 
     def remove_segment(self, segment_id: int) -> None:
         entry = self.entries.pop(segment_id)

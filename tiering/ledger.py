@@ -22,27 +22,25 @@ by OpenFiles, which notes KV shapes; none of this touches the region.
 """
 
 import time
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
 from kvtier.errors import DeviceError
-from kvtier.io.allocator import ExtentAllocator
+from kvtier.io.allocator import SpreadAllocator
 from kvtier.io.buffers import aligned_bytes
 from kvtier.io.catalog import Catalog, NameRow, SegmentRow, pack_extents, unpack_extents
 from kvtier.io.catalog_blobs import BlobTables
 from kvtier.io.device import Buffers, Device, Int64Array
 from kvtier.io.extent import Extent
-from kvtier.tiering import record_format
+from kvtier.io.regions import Regions
 from kvtier.tiering.blob_index import SlabEntry
 from kvtier.tiering.catalog_rows import extents_of, record_extents
 from kvtier.tiering.inventory import Inventory, NameKey
-from kvtier.tiering.record_format import Record
 from kvtier.tiering.slab_ledger import SlabChange, SlabLedger
 from kvtier.tiering.slab_limits import HEADERS_BYTES
+from kvtier.tiering.started_writes import StartedWrites
 
 ERASE_BATCH = 256
 """Headers that are erased as one batch: 2 MiB of zeros at most."""
@@ -62,20 +60,23 @@ class NewSegment:
 class NewName:
     """A name to be set. segment: index in the same change; None: row.segment_id is known.
 
-    body, record: its record, and an allocated Extent for it; row.record is ignored.
+    record: the Extent of its record, which is written already; row.record is ignored.
     """
 
     row: NameRow
-    body: dict[str, Any]
     record: Extent
     segment: int | None = None
 
 
 @dataclass(slots=True)
 class Change:
-    """What one call of `Ledger.apply` does. removed_segments: ids, children before parents."""
+    """What one call of `Ledger.apply` does. removed_segments: ids, children before parents.
+
+    replaced: by id of a lost Segment, what takes its place: of the same tokens, elsewhere.
+    """
 
     segments: list[NewSegment] = field(default_factory=list)
+    replaced: dict[int, SegmentRow] = field(default_factory=dict)
     names: list[NewName] = field(default_factory=list)
     quarantined: list[int] = field(default_factory=list)
     removed_names: list[NameKey] = field(default_factory=list)
@@ -90,7 +91,7 @@ class Ledger:
         self,
         catalog: Catalog,
         device: Device,
-        allocator: ExtentAllocator,
+        allocator: SpreadAllocator,
         inventory: Inventory,
         *,
         discard: bool = False,
@@ -101,6 +102,7 @@ class Ledger:
         self.allocator = allocator
         self.inventory = inventory
         self.discard = discard
+        self.started = StartedWrites(device)
         self.slabs = SlabLedger(BlobTables(catalog), device, inventory)
         # Taken once: after a commit nothing may fail for want of memory.
         self._zeros = aligned_bytes(ERASE_BATCH * ERASED_BYTES)
@@ -144,7 +146,9 @@ class Ledger:
         self._announced.update({extent.offset: extent for extent in new})
 
     def release(self, extents: Sequence[Extent]) -> None:
-        """Give back Extents that no change named; headers that they may have are erased first."""
+        """Give back Extents that no change named; headers that they may have are erased first, and
+        what is still being written into them ends."""
+        self.started.give_up(extents)
         headed = [each for each in extents if self._announced.pop(each.offset, None) is not None]
         offsets = {extent.offset for extent in headed}
         for extent in extents:
@@ -158,13 +162,14 @@ class Ledger:
 
         discard: tell the device what became free, whatever the store's setting is.
 
-        Payloads and headers of new Segments are written already, not flushed. Raises DeviceError,
-        after which nothing of the change is done. Headers that could not be erased are no error
-        here: see `require_erased`.
+        Payloads and headers of new Segments, and records of new names, are written already, not
+        flushed. Raises DeviceError, after which nothing of the change is done. Headers that could
+        not be erased are no error here: see `require_erased`.
         """
-        for name in change.names:
-            self._write_record(name)
-        if change.segments or change.names or change.slabs.added:
+        new_rows = [*(new.row for new in change.segments), *change.replaced.values()]
+        fresh = [extent for row in new_rows for extent in extents_of(row)]
+        assert not any(map(self.started.covers, fresh)), "a flush covers only what was done before"
+        if change.segments or change.replaced or change.names or change.slabs.added:
             self.device.flush()
         outcome = self.slabs.outcome(change.slabs)
         removed = self._removed_extents(change) + self.slabs.extents(outcome)
@@ -178,6 +183,8 @@ class Ledger:
                 row = new.row if new.parent is None else _child(new.row, ids[new.parent])
                 rows.append(row)
                 ids.append(self.catalog.add_segment(row))
+            for segment_id, row in change.replaced.items():
+                self.catalog.replace_segment(segment_id, row)
             for segment_id in change.quarantined:
                 self.catalog.set_quarantined(segment_id, True)
             for fingerprint_id, text in change.removed_names:
@@ -203,7 +210,8 @@ class Ledger:
 
     def _named_now(self, change: Change) -> list[Extent]:
         """What was announced and is named by this change."""
-        extents = [extent for new in change.segments for extent in extents_of(new.row)]
+        rows = [*(new.row for new in change.segments), *change.replaced.values()]
+        extents = [extent for row in rows for extent in extents_of(row)]
         extents += [name.record for name in change.names]
         extents += [
             extent for new in change.slabs.added for extent in unpack_extents(new.row.extent)
@@ -220,7 +228,7 @@ class Ledger:
             if key in inventory.names
             for extent in record_extents(inventory.names[key].record)
         ]
-        for segment_id in change.removed_segments:
+        for segment_id in [*change.removed_segments, *change.replaced]:
             found += inventory.entries[segment_id].extents
         return found
 
@@ -233,44 +241,24 @@ class Ledger:
             inventory.remove_segment(segment_id)
         for segment_id, row in added.items():
             inventory.add_segment(segment_id, row)
+        for segment_id, row in change.replaced.items():
+            inventory.replace_segment(segment_id, row)
         for segment_id in change.quarantined:
             inventory.entries[segment_id].quarantined = True
         for name in names:
             inventory.add_name(name)
-
-    def _write_record(self, name: NewName) -> None:
-        fingerprint = next(
-            each.digest
-            for each in self.catalog.fingerprints()
-            if each.id == name.row.fingerprint_id
-        )
-        self._write(self._record(fingerprint, record_format.NAME, name.body), name.record)
-
-    def _record(self, fingerprint: bytes, kind: int, body: dict[str, Any]) -> Record:
-        return Record(uuid.UUID(self.catalog.store_uuid).bytes, fingerprint, kind, body)
-
-    def _write(self, record: Record, extent: Extent) -> None:
-        packed = record.pack()
-        assert packed.size == extent.length
-        block = aligned_bytes(packed.size)
-        block[:] = packed
-        record_format.seal(block, extent.offset)
-        self.device.write(np.array([extent.offset], np.int64), Buffers.whole(block))
 
     def find_fingerprint(self, digest: bytes) -> int | None:
         """Id of a fingerprint that the catalog has."""
         rows = self.catalog.fingerprints()
         return next((row.id for row in rows if row.digest == digest), None)
 
-    def add_fingerprint(
-        self, digest: bytes, description: str, body: dict[str, Any], extent: Extent
-    ) -> int:
-        """Name a new fingerprint, with its record in an allocated Extent; returns its id."""
-        self._write(self._record(digest, record_format.FINGERPRINT, body), extent)
+    def add_fingerprint(self, digest: bytes, description: str, record: Extent) -> int:
+        """Name a new fingerprint, whose record is written already; returns its id."""
         self.device.flush()
         with self.catalog.transaction():
             self.catalog.absolve(self._erased)
-            added = self.catalog.add_fingerprint(digest, description, pack_extents([extent]))
+            added = self.catalog.add_fingerprint(digest, description, pack_extents([record]))
         self._erased.clear()
         return added
 
@@ -352,19 +340,20 @@ class Ledger:
         self.inventory.add_name(held)
 
 
-def load_allocator(catalog: Catalog, inventory: Inventory, start: int, end: int) -> ExtentAllocator:
-    """Free space of a region: everything in [start, end) that no row of the catalog names.
+def load_allocator(catalog: Catalog, inventory: Inventory, region: Regions) -> SpreadAllocator:
+    """Free space of the regions that are there: all in their windows that no row of the catalog
+    names.
 
     Raises FormatError where rows overlap or name impossible Extents.
     """
-    allocator = ExtentAllocator(start, end)
+    allocator = SpreadAllocator((each.start, each.end) for each in region.windows)
     extents = [extent for entry in inventory.entries.values() for extent in entry.extents]
     records = [row.record for row in catalog.fingerprints()]
     records += [row.record for row in catalog.names()]
     extents += [extent for record in records for extent in record_extents(record)]
     extents += [slab.extent for slab in inventory.slabs.values()]
     extents += catalog.condemned()
-    allocator.occupy([each.offset for each in extents], [each.length for each in extents])
+    allocator.occupy(each for each in extents if region.holds(each))
     return allocator
 
 

@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,27 @@ from kvtier.errors import FormatError
 from kvtier.io.catalog import CATALOG_VERSION, FingerprintRow, NameRow, SegmentRow
 from kvtier.io.catalog_blobs import BlobTables, BlobTotal
 from kvtier.io.catalog_schema import SlabRow
+from kvtier.io.extent import Extent
 from kvtier.io.superblock import DATA_START, copy_offsets
 from kvtier.tiering import store_files
 from kvtier.tiering.catalog_rows import SECONDS_MAX, extents_of, is_well_typed, record_extents
+from kvtier.tiering.region_state import MISSING as MISSING_REGION
 from kvtier.tiering.region_state import region_state
 from kvtier.tiering.slab_rows import slab_extent
 
 MISSING = "missing"
 """Stands for a fingerprint that a damaged catalog no longer has."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionEntry:
+    """state: "present", "missing", "truncated to N bytes" or "unreachable: WHY". used_bytes: of
+    Segments, slabs and records."""
+
+    path: str
+    bytes: int
+    state: str
+    used_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +47,8 @@ class FingerprintEntry:
 @dataclass(frozen=True, slots=True)
 class NameEntry:
     """held_until: ISO 8601 in UTC; None where it is not held, or held until somebody lets go.
-    damaged: a Segment of it is quarantined or gone, so that not all of it can be resumed."""
+    damaged: a Segment of it is quarantined or gone, so that not all of it can be resumed. missing:
+    a Segment of it lies on a drive that is missing, and all others are there."""
 
     name: str
     fingerprint: str
@@ -41,11 +57,13 @@ class NameEntry:
     held_until: str | None
     created: str
     damaged: bool
+    missing: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentEntry:
-    """start: position of its first token. bytes: of its Extents."""
+    """start: position of its first token. bytes: of its Extents. drives: numbers of the regions
+    that they lie on."""
 
     id: int
     fingerprint: str
@@ -55,6 +73,7 @@ class SegmentEntry:
     bytes: int
     tiers: list[str]
     quarantined: bool
+    drives: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +90,12 @@ class BlobsEntry:
 
 @dataclass(frozen=True, slots=True)
 class StoreDescription:
-    """Sizes in bytes, times as ISO 8601 in UTC.
-
-    region_state: "present", "missing", "truncated to N bytes" or "unreachable: WHY".
-    """
+    """Sizes in bytes, times as ISO 8601 in UTC. region_bytes: of all regions."""
 
     uuid: str
     catalog_version: int
-    region_path: str
+    regions: list[RegionEntry]
     region_bytes: int
-    region_state: str
     used_bytes: int
     free_bytes: int
     fingerprints: list[FingerprintEntry]
@@ -97,19 +112,19 @@ def utc_text(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def _extent_bytes(row: SegmentRow) -> int:
+def _extents(row: SegmentRow | NameRow | FingerprintRow | SlabRow) -> list[Extent]:
+    """What a row has on the regions. `verify` says what is wrong with a row; a listing shows it as
+    holding nothing."""
     try:
-        return sum(extent.length for extent in extents_of(row))
+        if isinstance(row, SegmentRow):
+            return extents_of(row)
+        return [slab_extent(row)] if isinstance(row, SlabRow) else record_extents(row.record)
     except FormatError:
-        # `verify` says what is wrong with the row; a listing shows it as holding nothing.
-        return 0
+        return []
 
 
-def _slab_bytes(row: SlabRow) -> int:
-    try:
-        return slab_extent(row).length
-    except FormatError:
-        return 0
+def _bytes(extents: Iterable[Extent]) -> int:
+    return sum(each.length for each in extents)
 
 
 def _blobs(total: BlobTotal, slabs: list[SlabRow]) -> BlobsEntry:
@@ -117,16 +132,26 @@ def _blobs(total: BlobTotal, slabs: list[SlabRow]) -> BlobsEntry:
         total.blobs,
         total.nbytes,
         len(slabs),
-        sum(map(_slab_bytes, slabs)),
+        _bytes(extent for each in slabs for extent in _extents(each)),
         sum(bool(each.quarantined) for each in slabs),
     )
 
 
-def _record_bytes(record: bytes) -> int:
-    try:
-        return sum(extent.length for extent in record_extents(record))
-    except FormatError:
-        return 0
+def _segment(row: SegmentRow, hexes: dict[int, str], missing: set[int]) -> SegmentEntry:
+    extents = _extents(row)
+    drives = sorted({each.drive for each in extents})
+    is_there = not row.quarantined and missing.isdisjoint(drives)
+    return SegmentEntry(
+        row.id,
+        hexes.get(row.fingerprint_id, MISSING),
+        row.provenance,
+        row.start_position,
+        row.token_count,
+        _bytes(extents),
+        ["nvme"] if is_there else [],
+        row.quarantined,
+        drives,
+    )
 
 
 def _fingerprint(row: FingerprintRow, segments: list[SegmentRow]) -> FingerprintEntry:
@@ -148,17 +173,23 @@ def _description(row: FingerprintRow) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"damaged": row.description[:200]}
 
 
-def _whole(segments: list[SegmentRow]) -> set[int]:
-    """Ids of Segments that are not quarantined, nor is anything before them."""
+def _whole(segments: list[SegmentRow], lost: Callable[[SegmentRow], bool]) -> set[int]:
+    """Ids of Segments that are not lost, nor is anything before them."""
     whole: set[int] = set()
     # Parents come first: a Segment's id is greater than its parent's.
     for row in sorted(segments, key=lambda row: row.id):
-        if not row.quarantined and (row.parent_id is None or row.parent_id in whole):
+        if not lost(row) and (row.parent_id is None or row.parent_id in whole):
             whole.add(row.id)
     return whole
 
 
-def _name(row: NameRow, hexes: dict[int, str], whole: set[int], now: float) -> NameEntry:
+def _is_quarantined(row: SegmentRow) -> bool:
+    return bool(row.quarantined)
+
+
+def _name(
+    row: NameRow, hexes: dict[int, str], whole: set[int], there: set[int], now: float
+) -> NameEntry:
     return NameEntry(
         row.name,
         hexes.get(row.fingerprint_id, MISSING),
@@ -167,6 +198,7 @@ def _name(row: NameRow, hexes: dict[int, str], whole: set[int], now: float) -> N
         utc_text(row.held_until) if now < row.held_until < SECONDS_MAX else None,
         utc_text(row.created),
         row.segment_id not in whole,
+        row.segment_id in whole and row.segment_id not in there,
     )
 
 
@@ -187,40 +219,41 @@ def describe(path: str | Path) -> StoreDescription:
             catalog.names(),
         )
         tables = BlobTables(catalog)
-        blobs = _blobs(tables.total(), tables.slabs())
+        slabs = tables.slabs()
+        blobs = _blobs(tables.total(), slabs)
     fingerprints = [row for row in fingerprints if is_well_typed(row)]
     names = [row for row in names if is_well_typed(row)]
     segments = [row for row in segments if is_well_typed(row)]
     hexes = {row.id: row.digest.hex() for row in fingerprints}
-    entries = [
-        SegmentEntry(
-            row.id,
-            hexes.get(row.fingerprint_id, MISSING),
-            row.provenance,
-            row.start_position,
-            row.token_count,
-            _extent_bytes(row),
-            [] if row.quarantined else ["nvme"],
-            row.quarantined,
-        )
-        for row in segments
+    places = settings.places(directory)
+    states = [region_state(each.path, each.nbytes) for each in places]
+    missing = {number for number, state in enumerate(states) if state == MISSING_REGION}
+    entries = [_segment(row, hexes, missing) for row in segments]
+    rows: list[SegmentRow | NameRow | FingerprintRow | SlabRow] = [*segments, *names]
+    rows += [*fingerprints, *slabs]
+    on: Counter[int] = Counter()
+    for row in rows:
+        for extent in _extents(row):
+            on[extent.drive] += extent.length
+    regions = [
+        RegionEntry(each.path, each.nbytes, states[number], on[number])
+        for number, each in enumerate(places)
     ]
-    region_path = settings.region_file(directory)
-    records = [row.record for row in fingerprints] + [row.record for row in names]
-    used = sum(each.bytes for each in entries) + sum(map(_record_bytes, records))
-    used += blobs.slab_bytes
-    now, whole = time.time(), _whole(segments)
-    window = copy_offsets(settings.region_bytes)[2] - DATA_START
+    window = sum(copy_offsets(each.nbytes)[2] - DATA_START for each in places)
+    there = _whole(
+        segments,
+        lambda row: row.quarantined or any(each.drive in missing for each in _extents(row)),
+    )
+    now, whole, used = time.time(), _whole(segments, _is_quarantined), on.total()
     return StoreDescription(
         uuid=settings.store_uuid,
         catalog_version=CATALOG_VERSION,
-        region_path=region_path,
+        regions=regions,
         region_bytes=settings.region_bytes,
-        region_state=region_state(region_path, settings.region_bytes),
         used_bytes=used,
         free_bytes=window - used,
         fingerprints=[_fingerprint(row, segments) for row in fingerprints],
-        names=[_name(row, hexes, whole, now) for row in names],
+        names=[_name(row, hexes, whole, there, now) for row in names],
         segments=entries,
         blobs=blobs,
     )

@@ -152,7 +152,7 @@ def holds_of(files: OpenFiles, limit: str | None) -> Holds:
     allocator = files.allocator
     if limit is not None:
         return Holds(files.ledger, parse_bytes(limit, "limit"))
-    return Holds(files.ledger, Config().hold_limit_bytes(allocator.end - allocator.start))
+    return Holds(files.ledger, Config().hold_limit_bytes(allocator.window_bytes))
 
 
 # ---- models -------------------------------------------------------------------------------------

@@ -9,19 +9,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.errors import ConfigError, DeviceError
-from kvtier.io.allocator import ExtentAllocator
+from kvtier.errors import ConfigError
+from kvtier.io.allocator import SpreadAllocator
+from kvtier.io.calibration_file import Calibration
 from kvtier.io.catalog import Catalog, SegmentRow
 from kvtier.io.device import Device
 from kvtier.io.probe import open_device
 from kvtier.io.rawfile import create_region_file
-from kvtier.io.region import Region
+from kvtier.io.region_place import RegionPlace
+from kvtier.io.regions import Regions, open_places
 from kvtier.io.stable_path import stable_path
 from kvtier.tiering import store_files
 from kvtier.tiering.config import Config
 from kvtier.tiering.geometry import Geometry
 from kvtier.tiering.inventory import Inventory
 from kvtier.tiering.ledger import Ledger, load_allocator
+from kvtier.tiering.start_calibration import calibrations
 from kvtier.tiering.store_files import REGION, Settings
 
 _log = logging.getLogger("kvtier")
@@ -34,7 +37,8 @@ class OpenFiles:
     """Everything of an open store that must be closed, and what it says in memory."""
 
     settings: Settings
-    region: Region
+    region: Regions
+    """All that the store owns, on however many drives."""
     catalog: Catalog
     ledger: Ledger
     rows: list[SegmentRow]
@@ -42,7 +46,7 @@ class OpenFiles:
     _stack: ExitStack
 
     @property
-    def allocator(self) -> ExtentAllocator:
+    def allocator(self) -> SpreadAllocator:
         return self.ledger.allocator
 
     @property
@@ -77,65 +81,91 @@ def open_files(directory: Path, config: Config) -> OpenFiles:
         if store_files.is_store(directory):
             settings = store_files.read_settings(directory)
             _check_region(settings, directory, config)
-            region = _open_region(settings, directory, config, stack)
+            region = _open_regions(settings, directory, config, stack)
         else:
             store_uuid = store_files.clear_leftovers(directory)
             settings, region = _create(directory, store_uuid, config, stack)
         catalog = stack.enter_context(store_files.open_catalog(directory, settings))
         rows = catalog.segments()
         inventory = Inventory.load(catalog, rows)
-        allocator = load_allocator(catalog, inventory, region.data_start, region.data_end)
+        if region.missing:
+            inventory.miss(region.holds)
+        allocator = load_allocator(catalog, inventory, region)
         ledger = Ledger(catalog, region.device, allocator, inventory, discard=config.discard)
         ledger.replay()
         return OpenFiles(settings, region, catalog, ledger, rows, stack.pop_all())
 
 
-def _device(path: str, config: Config, stack: ExitStack) -> Device:
-    device = open_device(path, engine=config.engine, direct=config.direct_io)
+def _device(
+    path: str, config: Config, stack: ExitStack, measured: Calibration | None = None
+) -> Device:
+    if measured is None:
+        device = open_device(path, engine=config.engine, direct=config.direct_io)
+    else:
+        device = open_device(
+            path, engine=config.engine, direct=config.direct_io, calibration=measured
+        )
     stack.callback(device.close)
     return device
 
 
 def _create(
     directory: Path, store_uuid: str | None, config: Config, stack: ExitStack
-) -> tuple[Settings, Region]:
+) -> tuple[Settings, Regions]:
     """store_uuid: of the catalog that a cut creation left, if there is one."""
-    if config.region_path is None:
-        path = os.fspath(directory / REGION)
-        size = REGION_BYTES_DEFAULT if config.region_bytes is None else config.region_bytes
-        create_region_file(path, size)
-        named = REGION
+    if config.region_paths:
+        named = [_named(path) for path in config.region_paths]
+        _require_different(named)
     else:
-        path = named = os.path.abspath(config.region_path)
-        if not os.path.exists(path):
-            raise ConfigError(
-                f"region {path} does not exist: name a block device or an existing file, or a "
-                "size such as '4GiB' for a file inside the store"
-            )
-        stable = stable_path(path)
-        if stable is not None:
-            _log.info("%s is named as %s, which stays with the device", path, stable)
-            path = named = stable
-    device = _device(path, config, stack)
+        named = [REGION]
+        size = REGION_BYTES_DEFAULT if config.region_bytes is None else config.region_bytes
+        create_region_file(os.fspath(directory / REGION), size)
+    devices = [_device(os.fspath(directory / path), config, stack) for path in named]
     # The catalog comes first: should the rest be cut, its UUID says whose superblocks the region
     # carries then.
     if store_uuid is None:
         store_uuid = str(uuid.uuid4())
         Catalog.create(directory / store_files.CATALOG, store_uuid).close()
-    region = Region.create(device, store_uuid, force=config.force)
-    settings = Settings(store_uuid, named, region.superblock.region_bytes)
+    region = Regions.create(devices, store_uuid, force=config.force)
+    sizes = [each.superblock.region_bytes for each in region.present]
+    settings = Settings(store_uuid, tuple(map(RegionPlace, named, sizes)))
     store_files.write_settings(directory, settings)
     return settings, region
 
 
-def _check_region(settings: Settings, directory: Path, config: Config) -> None:
-    """Raise ConfigError when the caller asks for another region than the store has."""
-    path = settings.region_file(directory)
-    wanted = config.region_path
-    if wanted is not None and os.path.realpath(wanted) != os.path.realpath(path):
+def _named(path: str) -> str:
+    """An existing device or file, by a name that stays with it. Raises ConfigError."""
+    path = os.path.abspath(path)
+    if not os.path.exists(path):
         raise ConfigError(
-            f"this store's region is {path}, not {wanted}: leave region out, or name another "
-            "directory to make a store on it"
+            f"region {path} does not exist: name a block device or an existing file, or a "
+            "size such as '4GiB' for a file inside the store"
+        )
+    stable = stable_path(path)
+    if stable is not None:
+        _log.info("%s is named as %s, which stays with the device", path, stable)
+    return stable or path
+
+
+def _require_different(paths: list[str]) -> None:
+    """Raise ConfigError where two paths lead to one device or file."""
+    known: dict[tuple[int, int, int], str] = {}
+    for path in paths:
+        status = os.stat(path)
+        key = (status.st_rdev, 0, 0) if status.st_rdev else (0, status.st_dev, status.st_ino)
+        other = known.setdefault(key, path)
+        if other != path:
+            raise ConfigError(f"{other} and {path} are the same drive: name every drive once")
+
+
+def _check_region(settings: Settings, directory: Path, config: Config) -> None:
+    """Raise ConfigError when the caller asks for other regions than the store has."""
+    paths = [each.path for each in settings.places(directory)]
+    wanted = {os.path.realpath(path) for path in config.region_paths}
+    if wanted and wanted != {os.path.realpath(path) for path in paths}:
+        raise ConfigError(
+            f"this store's region is {', '.join(paths)}, not {', '.join(config.region_paths)}: "
+            "leave region out, or name another directory to make a store on it"
         )
     if config.region_bytes is not None and config.region_bytes != settings.region_bytes:
         raise ConfigError(
@@ -144,14 +174,16 @@ def _check_region(settings: Settings, directory: Path, config: Config) -> None:
         )
 
 
-def _open_region(settings: Settings, directory: Path, config: Config, stack: ExitStack) -> Region:
-    path = settings.region_file(directory)
-    if not os.path.exists(path):
-        raise DeviceError(f"the region {path} of this store does not exist")
-    device = _device(path, config, stack)
-    if device.capacity_bytes < settings.region_bytes:
-        raise ConfigError(
-            f"{path} has {device.capacity_bytes} bytes, but the store was made with "
-            f"{settings.region_bytes} bytes: it was truncated. Restore it, or make a new store"
+def _open_regions(settings: Settings, directory: Path, config: Config, stack: ExitStack) -> Regions:
+    places = settings.places(directory)
+    measured = calibrations(directory, settings, config)
+    found = open_places(places, lambda path: _device(path, config, stack, measured.get(path)))
+    region = Regions.open(places, found, settings.store_uuid)
+    for drive in region.missing:
+        _log.error(
+            "%s: a drive of this store is missing: %s. What is stored there is a miss until the "
+            "store is opened with it; everything else goes on",
+            directory,
+            drive.why,
         )
-    return Region.open(device, settings.store_uuid)
+    return region

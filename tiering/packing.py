@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.geometry import PAGE_TOKENS, LayerGeometry
+from kvtier.tiering.geometry import PAGE_TOKENS, Geometry, LayerGeometry
 from kvtier.tiering.page_layout import Order, PageLayout
 
 TORCH_DTYPES = {
@@ -124,3 +124,22 @@ def as_tensor(given: object) -> torch.Tensor:
         "a torch tensor in host memory or a numpy array is needed: "
         f"got {type(given).__name__}{place}"
     )
+
+
+def require_rows(geometry: Geometry, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raise ConfigError unless these are rows of new tokens for a layer:
+    keys [kv_heads, n, key_width], values [kv_heads, n, value_width]."""
+    if not 0 <= layer < len(geometry.layers):
+        raise ConfigError(f"layer {layer} of a model of {len(geometry.layers)} layers")
+    shape = geometry.layers[layer]
+    dtype = TORCH_DTYPES[geometry.dtype]
+    for name, given, width in (
+        ("keys", keys, shape.key_width),
+        ("values", values, shape.value_width),
+    ):
+        expected = (shape.kv_heads, keys.shape[1] if keys.ndim == 3 else -1, width)
+        if tuple(given.shape) != expected or given.dtype != dtype:
+            raise ConfigError(
+                f"{name} of layer {layer} must be [{shape.kv_heads}, tokens, {width}] "
+                f"{geometry.dtype}: got {list(given.shape)} {given.dtype}"
+            )

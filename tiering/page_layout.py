@@ -1,6 +1,7 @@
 """Where the Pages of a Segment's layer lie in its payload, and in which order their tokens do."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,12 @@ class PageLayout:
     @property
     def pages(self) -> int:
         return pages_of(self.tokens)
+
+    @property
+    def plain(self) -> Directory:
+        """The directory of these Pages in the order of positions, without checksums. Shared by all
+        layouts that are alike: not to be changed."""
+        return _plain_directory(self)
 
     @property
     def head_bytes(self) -> int:
@@ -67,3 +74,10 @@ class PageLayout:
         if (np.sort(order, axis=1) != in_order).any():
             raise FormatError("page directory: positions are not a permutation of the segment's")
         return order
+
+
+@lru_cache(maxsize=4096)
+def _plain_directory(layout: PageLayout) -> Directory:
+    directory = layout.directory(None)
+    directory.flags.writeable = False
+    return directory

@@ -4,6 +4,7 @@ A column is one Page of every kv head. For a Segment in position order the array
 for a clustered one the positions of a column differ by head and come from the Segment's order.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
@@ -12,10 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.io.device import Int64Array
+from kvtier.tiering.frame_table import PlacedViews
 from kvtier.tiering.geometry import PAGE_TOKENS, pages_of
 from kvtier.tiering.segment import Segment, SegmentView
 
 BoolArray = npt.NDArray[np.bool_]
+
+ALIKE = -1
 
 _IN_PAGE = np.arange(PAGE_TOKENS)
 
@@ -50,18 +54,36 @@ class Columns:
     def between(self, layer: int, first: int, past: int) -> "Columns":
         """Without the columns that hold no position in [first, past)."""
         inside = (self.start + self.count > first) & (self.start < past)
-        for index, segment in enumerate(self.segments):
+        low = self._low
+        for index, segment in enumerate(self.owners):
             if _in_order(segment, layer):
                 continue
-            here = self.owner == index
+            here = self.owner == low + index
             inside[here] = segment.start + self.limit[here] > first
             inside[here] &= segment.start < past
         return self if inside.all() else self.part(inside)
 
+    @property
+    def _low(self) -> int:
+        return int(self.owner[0]) if len(self.owner) else 0
+
+    @property
+    def owners(self) -> Listing[Segment]:
+        """The Segments that its columns lie in, and maybe some between: columns follow each other
+        in the order of Segments, so that a group has few of all."""
+        return self.segments[self._low : int(self.owner[-1]) + 1] if len(self.owner) else []
+
+    def slots(self) -> Int64Array:
+        """The slot of each column's Segment."""
+        slots = np.array([each.slot for each in self.owners], np.int64)
+        by_column: Int64Array = slots[self.owner - self._low]
+        return by_column
+
     def _disordered(self, layer: int) -> list[int]:
+        low = self._low
         return [
-            index
-            for index, segment in enumerate(self.segments)
+            low + index
+            for index, segment in enumerate(self.owners)
             if segment.orders[layer] is not None
         ]
 
@@ -92,52 +114,67 @@ class Columns:
 
 
 def _in_order(segment: Segment, layer: int) -> bool:
-    """Whether this layer is known to lie in the order of positions. The order of a Segment that
-    the catalog named becomes known when its layer is read, which may be after its columns."""
-    known = segment.catalog_id is None or segment.directories[layer] is not None
-    return known and segment.orders[layer] is None
+    """Whether this layer is known to lie in the order of positions. What is not known yet may
+    become known between the making of columns and their use."""
+    return segment.knows_order(layer) and segment.orders[layer] is None
 
 
 def columns_of(views: Iterable[tuple[Segment, int]], layer: int) -> Columns:
     """Columns of (Segment, limit) pairs that follow each other."""
-    segments: list[Segment] = []
-    parts: list[Int64Array] = []
-    for segment, limit in views:
-        pages = pages_of(limit if _in_order(segment, layer) else segment.token_count)
-        page = np.arange(pages, dtype=np.int64)
-        shown = np.clip(limit - page * PAGE_TOKENS, 0, PAGE_TOKENS)
-        part = np.empty((5, pages), np.int64)
-        part[0] = len(segments)
-        part[1] = page
-        part[2] = segment.start + page * PAGE_TOKENS
-        part[3] = shown
-        part[4] = limit
-        parts.append(part)
-        segments.append(segment)
-    owner, page, start, count, limits = (
-        np.concatenate(parts, axis=1) if parts else np.zeros((5, 0), np.int64)
+    pairs = list(views)
+    segments = [segment for segment, _ in pairs]
+    limits = np.array([limit for _, limit in pairs], np.int64)
+    starts = np.array([segment.start for segment in segments], np.int64)
+    # Of a Segment in another order, or one that is not known, any Page may hold what is shown.
+    held = np.array(
+        [
+            limit
+            if limit == segment.token_count or _in_order(segment, layer)
+            else segment.token_count
+            for segment, limit in pairs
+        ],
+        np.int64,
     )
-    return Columns(segments, owner, page, start, count, limits)
+    pages = -(-held // PAGE_TOKENS)
+    owner = np.repeat(np.arange(len(pairs)), pages)
+    page = np.arange(len(owner)) - np.repeat(np.cumsum(pages) - pages, pages)
+    limit = limits[owner]
+    shown = np.clip(limit - page * PAGE_TOKENS, 0, PAGE_TOKENS)
+    return Columns(segments, owner, page, starts[owner] + page * PAGE_TOKENS, shown, limit)
+
+
+def _looks_alike(views: Iterable[SegmentView], layer: int) -> bool:
+    """Whether the columns of this layer are those of every layer that looks alike."""
+    return all(
+        each.limit == each.segment.token_count or _in_order(each.segment, layer) for each in views
+    )
 
 
 @dataclass(slots=True)
 class PageTable:
-    """Columns of one Sequence; those of its views are kept from call to call."""
+    """What is known of one Sequence's Pages from call to call: nothing that its views, one tuple
+    that is replaced and never changed, do not say, or the residency's count of drops."""
 
+    placed: dict[int, PlacedViews] = field(default_factory=dict)
+    """Per layer, of Sequences that HOT holds whole; see frame_table.py."""
     _views: tuple[SegmentView, ...] = ()
     _kept: dict[int, Columns] = field(default_factory=dict)
+    """Per layer; under ALIKE of all layers that look alike."""
 
-    def columns(self, layer: int, views: Listing[SegmentView], tail: Listing[Segment]) -> Columns:
-        """All columns that hold tokens of this layer, in order of Segments."""
-        if len(views) != len(self._views) or any(
-            new is not old for new, old in zip(views, self._views, strict=True)
-        ):
-            self._views = tuple(views)
-            self._kept = {}
-        kept = self._kept.get(layer)
-        if kept is None:
-            kept = columns_of(((each.segment, each.limit) for each in views), layer)
-            self._kept[layer] = kept
+    def columns(
+        self,
+        layer: int,
+        views: tuple[SegmentView, ...],
+        tail: Listing[Segment],
+        first: int = 0,
+    ) -> Columns:
+        """All columns that hold tokens of this layer, in order of Segments; with `first` without
+        those of views that end at or before that position."""
+        if first:
+            at = bisect_right(views, first, key=lambda each: each.end)
+            kept = columns_of(((each.segment, each.limit) for each in views[at:]), layer)
+        else:
+            kept = self._of_views(layer, views)
         growing = [(each, each.filled[layer]) for each in tail if each.filled[layer]]
         if not growing:
             return kept
@@ -150,3 +187,15 @@ class PageTable:
             np.concatenate([kept.count, added.count]),
             np.concatenate([kept.limit, added.limit]),
         )
+
+    def _of_views(self, layer: int, views: tuple[SegmentView, ...]) -> Columns:
+        if views is not self._views:
+            self._views, self._kept = views, {}
+        kept = self._kept.get(layer)
+        if kept is None:
+            key = ALIKE if _looks_alike(views, layer) else layer
+            kept = self._kept.get(key)
+            if kept is None:
+                kept = columns_of(((each.segment, each.limit) for each in views), layer)
+            self._kept[key] = self._kept[layer] = kept
+        return kept

@@ -1,4 +1,4 @@
-"""Longest stored match of a token stream, down to single tokens.
+"""Longest stored match of a token stream, down to single tokens, and what is stored past holes.
 
 Committed Segments form a tree: a child hangs at a position inside or at the end of its parent.
 Children of one position are kept sorted by their tokens, so the child that shares the longest
@@ -6,8 +6,11 @@ prefix with a query is a neighbour of the query's place, whatever their number. 
 on from a child that shares less, where something hangs; those places are looked up by the tokens
 that lead to them.
 
-Invariant: a match is made of tokens that were compared, all the way from the first one. Digests
-play no part.
+Invariants:
+- A match is made of tokens that were compared, all the way from the first one. Digests play no
+  part.
+- A lost Segment (damaged, unreadable, or on a drive that is not there) is in no match. Its tokens
+  still lead to what hangs below it, which `walk` finds.
 """
 
 from bisect import bisect_left, insort
@@ -18,6 +21,7 @@ import numpy as np
 from kvtier.tiering.chain import Tokens
 from kvtier.tiering.geometry import SEGMENT_TOKENS
 from kvtier.tiering.segment import Segment, SegmentView
+from kvtier.tiering.stored_ranges import sound, unbroken
 
 ROOT = 0
 Key = bytes
@@ -36,30 +40,70 @@ def _shared(left: Tokens, right: Tokens) -> int:
 
 
 @dataclass(slots=True)
+class _ByTokens:
+    """Segments under some of their first tokens, for finding those that a stream leads to."""
+
+    segments: dict[Key, dict[int, Segment]] = field(default_factory=dict)
+    """By these tokens, then by id()."""
+    lengths: dict[int, int] = field(default_factory=dict)
+    """How many such keys have each length in tokens."""
+
+    def add(self, segment: Segment, length: int) -> None:
+        under = self.segments.setdefault(_key(segment.named_tokens[:length]), {})
+        if not under:
+            self.lengths[length] = self.lengths.get(length, 0) + 1
+        under[id(segment)] = segment
+
+    def remove(self, segment: Segment, length: int) -> None:
+        key = _key(segment.named_tokens[:length])
+        del self.segments[key][id(segment)]
+        if not self.segments[key]:
+            del self.segments[key]
+            self.lengths[length] -= 1
+            if not self.lengths[length]:
+                del self.lengths[length]
+
+    def leading(self, rest: Tokens) -> dict[int, Segment]:
+        """Those whose tokens `rest` begins with."""
+        found: dict[int, Segment] = {}
+        for length in self.lengths:
+            if length <= len(rest):
+                found.update(self.segments.get(_key(rest[:length]), {}))
+        return found
+
+
+@dataclass(slots=True)
 class _Children:
-    """Segments that begin at one position, sorted by tokens."""
+    """Segments that begin at one position; those that are not lost are sorted by tokens."""
 
     keys: list[Key] = field(default_factory=list)
     by_key: dict[Key, Segment] = field(default_factory=dict)
-    stems: dict[Key, dict[int, Segment]] = field(default_factory=dict)
-    """Children below which something hangs, by the tokens that lead there, then by id()."""
-    stem_lengths: dict[int, int] = field(default_factory=dict)
-    """How many stems have each length in tokens."""
+    stems: _ByTokens = field(default_factory=_ByTokens)
+    """Children below which something hangs, by the tokens that lead there."""
+    lost: _ByTokens = field(default_factory=_ByTokens)
+    """Children that are lost, by all their tokens."""
 
-    def add_stem(self, segment: Segment, limit: int) -> None:
-        stem = self.stems.setdefault(_key(segment.named_tokens[:limit]), {})
-        if not stem:
-            self.stem_lengths[limit] = self.stem_lengths.get(limit, 0) + 1
-        stem[id(segment)] = segment
+    @property
+    def segments(self) -> list[Segment]:
+        lost = [each for under in self.lost.segments.values() for each in under.values()]
+        return [*self.by_key.values(), *lost]
 
-    def remove_stem(self, segment: Segment, limit: int) -> None:
-        key = _key(segment.named_tokens[:limit])
-        del self.stems[key][id(segment)]
-        if not self.stems[key]:
-            del self.stems[key]
-            self.stem_lengths[limit] -= 1
-            if not self.stem_lengths[limit]:
-                del self.stem_lengths[limit]
+    def list(self, segment: Segment) -> None:
+        key = _key(segment.named_tokens)
+        assert key not in self.by_key, "the same tokens twice below one position"
+        insort(self.keys, key)
+        self.by_key[key] = segment
+
+    def unlist(self, segment: Segment) -> None:
+        key = _key(segment.named_tokens)
+        del self.by_key[key]
+        self.keys.pop(bisect_left(self.keys, key))
+
+    def is_listed(self, segment: Segment) -> bool:
+        return self.by_key.get(_key(segment.named_tokens)) is segment
+
+    def __bool__(self) -> bool:
+        return bool(self.keys or self.lost.segments)
 
 
 class PrefixIndex:
@@ -71,6 +115,8 @@ class PrefixIndex:
         """By id() of a Segment: its positions where children hang, sorted."""
         self._present: set[int] = set()
         """id() of every Segment that is in."""
+        self._lost = 0
+        """How many of them are lost."""
 
     def __len__(self) -> int:
         return sum(len(each.keys) for each in self._children.values())
@@ -79,57 +125,106 @@ class PrefixIndex:
     def _place(parent: SegmentView | None) -> tuple[int, int]:
         return (ROOT, 0) if parent is None else (id(parent.segment), parent.limit)
 
+    # ---- what is in -------------------------------------------------------------------------
+
     def add(self, segment: Segment) -> None:
         """Make a frozen Segment with tokens findable, below segment.parent."""
         parent = segment.parent
         place = self._place(parent)
         children = self._children.setdefault(place, _Children())
-        key = _key(segment.named_tokens)
-        assert key not in children.by_key, "the same tokens twice below one position"
-        insort(children.keys, key)
-        children.by_key[key] = segment
+        is_first = not children
+        if segment.lost:
+            self._add_lost(children, segment)
+        else:
+            children.list(segment)
         self._present.add(id(segment))
         for limit in self._attached.get(id(segment), []):
-            children.add_stem(segment, limit)
-        if len(children.keys) == 1 and parent is not None:
+            children.stems.add(segment, limit)
+        if is_first and parent is not None:
             insort(self._attached.setdefault(place[0], []), place[1])
             if place[0] in self._present:
-                self._siblings(parent.segment).add_stem(parent.segment, parent.limit)
+                self._siblings(parent.segment).stems.add(parent.segment, parent.limit)
 
     def remove(self, segment: Segment) -> None:
         """Undo `add`. What hangs below the Segment stays, and can no longer be reached."""
         parent = segment.parent
         place = self._place(parent)
         children = self._children[place]
-        key = _key(segment.named_tokens)
-        del children.by_key[key]
-        children.keys.pop(bisect_left(children.keys, key))
+        if children.is_listed(segment):
+            children.unlist(segment)
+        else:
+            children.lost.remove(segment, segment.token_count)
+            self._lost -= 1
         self._present.remove(id(segment))
         for limit in self._attached.get(id(segment), []):
-            children.remove_stem(segment, limit)
-        if not children.keys:
+            children.stems.remove(segment, limit)
+        if not children:
             del self._children[place]
             if parent is not None:
                 self._attached[place[0]].remove(place[1])
                 if not self._attached[place[0]]:
                     del self._attached[place[0]]
                 if place[0] in self._present:
-                    self._siblings(parent.segment).remove_stem(parent.segment, parent.limit)
+                    self._siblings(parent.segment).stems.remove(parent.segment, parent.limit)
+
+    def lose(self, segment: Segment) -> None:
+        """A Segment that is in is lost from now on, if it was not before."""
+        children = self._siblings(segment)
+        if children.is_listed(segment):
+            children.unlist(segment)
+            self._add_lost(children, segment)
+
+    def _add_lost(self, children: _Children, segment: Segment) -> None:
+        children.lost.add(segment, segment.token_count)
+        self._lost += 1
+
+    def replace(self, lost: Segment, segment: Segment) -> None:
+        """Put a Segment of the same tokens in the place of a lost one: what hangs below that hangs
+        below this from now on."""
+        assert self._place(lost.parent) == self._place(segment.parent)
+        limits = self._attached.pop(id(lost), [])
+        siblings = self._siblings(lost)
+        for limit in limits:
+            siblings.stems.remove(lost, limit)
+            children = self._children.pop((id(lost), limit))
+            self._children[id(segment), limit] = children
+            for child in children.segments:
+                child.parent = SegmentView(segment, limit)
+        # Before the last child of a position goes, another one must be there.
+        if limits:
+            self._attached[id(segment)] = limits
+        self.add(segment)
+        self.remove(lost)
 
     def _siblings(self, segment: Segment) -> _Children:
         """The children of one position that a Segment is among."""
         return self._children[self._place(segment.parent)]
+
+    # ---- finding ----------------------------------------------------------------------------
 
     def find(self, parent: SegmentView | None, tokens: Tokens) -> Segment | None:
         """The Segment of exactly these tokens below this position."""
         children = self._children.get(self._place(parent))
         return children.by_key.get(_key(tokens)) if children else None
 
+    def find_lost(self, parent: SegmentView | None, tokens: Tokens) -> list[Segment]:
+        """The lost Segments of exactly these tokens below this position."""
+        children = self._children.get(self._place(parent))
+        return list(children.lost.segments.get(_key(tokens), {}).values()) if children else []
+
     def match(self, tokens: Tokens) -> list[SegmentView]:
         """Views that together hold the longest stored prefix of `tokens`, in order.
 
-        A Segment marked as quarantined ends a match just before it.
+        A lost Segment ends a match just before it, unless what follows lies behind another one.
         """
+        views = self._match(tokens)
+        if self._lost:
+            end = views[-1].end if views else 0
+            views += unbroken(sound(self.walk(tokens), end), end)
+        return views
+
+    def _match(self, tokens: Tokens) -> list[SegmentView]:
+        """Along the tree alone."""
         best: list[SegmentView] = []
         best_end = 0
         stack: list[tuple[tuple[int, int], int, list[SegmentView]]] = [((ROOT, 0), 0, [])]
@@ -143,31 +238,53 @@ class PrefixIndex:
                 best, best_end = path, position
             rest = tokens[position:]
             for segment in self._candidates(place, rest):
+                if segment.lost:
+                    continue
                 shared = _shared(segment.named_tokens, rest)
                 for limit in {shared, *self._inner(segment, shared)} - {0}:
                     view = SegmentView(segment, limit)
                     stack.append(((id(segment), limit), position + limit, [*path, view]))
         return best
 
+    def walk(self, tokens: Tokens) -> list[SegmentView]:
+        """Every Segment that `tokens` lead to, as far as it shares them, lost ones too: what is
+        stored past holes. In the order of positions."""
+        found: list[SegmentView] = []
+        stack: list[tuple[tuple[int, int], int]] = [((ROOT, 0), 0)]
+        seen: set[tuple[int, int]] = set()
+        while stack:
+            place, position = stack.pop()
+            if place in seen:
+                continue
+            seen.add(place)
+            rest = tokens[position:]
+            for segment in self._candidates(place, rest):
+                shared = _shared(segment.named_tokens, rest)
+                if shared:
+                    found.append(SegmentView(segment, shared))
+                for limit in self._inner(segment, shared):
+                    stack.append(((id(segment), limit), position + limit))
+        found.sort(key=lambda view: (view.segment.start, -view.limit))
+        return found
+
     def _candidates(self, place: tuple[int, int], rest: Tokens) -> list[Segment]:
         """Children that may lead to the longest match: every one below which something hangs
-        that `rest` leads to, and the neighbours of the place where `rest` would be sorted in."""
+        that `rest` leads to, the neighbours of the place where `rest` would be sorted in, and the
+        lost ones that `rest` begins with."""
         children = self._children.get(place)
         if children is None or not len(rest):
             return []
-        found: dict[int, Segment] = {}
-        for length in children.stem_lengths:
-            if length <= len(rest):
-                found.update(children.stems.get(_key(rest[:length]), {}))
+        found = children.stems.leading(rest)
         at = bisect_left(children.keys, _key(rest[:SEGMENT_TOKENS]))
-        # A quarantined neighbour must not hide a sound one behind it.
+        # A neighbour that was lost just now must not hide a sound one behind it.
         for side in (range(at - 1, -1, -1), range(at, len(children.keys))):
             for index in side:
                 segment = children.by_key[children.keys[index]]
-                if not segment.quarantined:
+                if not segment.lost:
                     found[id(segment)] = segment
                     break
-        return [segment for segment in found.values() if not segment.quarantined]
+        found.update(children.lost.leading(rest))
+        return list(found.values())
 
     def _inner(self, segment: Segment, shared: int) -> list[int]:
         """Positions inside the first `shared` tokens of a Segment where children hang."""

@@ -21,6 +21,7 @@ from kvtier.kernels.paged_attention import (
     paged_attention,
 )
 from kvtier.tiering.extent_io import Unit
+from kvtier.tiering.frame_table import Placed, placed
 from kvtier.tiering.geometry import PAGE_TOKENS, Geometry, LayerGeometry
 from kvtier.tiering.packing import TORCH_DTYPES
 from kvtier.tiering.page_table import Columns
@@ -96,8 +97,14 @@ class Reader:
                     softcap=query.softcap,
                 )
             )
-        parts.extend(self._past(sequence, query, past))
-        return merge(parts).out.to(query.vectors.dtype)
+        found = self._placed(sequence, query, past)
+        if found is None:
+            parts.extend(self._past(sequence, query, past))
+        else:
+            self.mover.read_on_behind(sequence, query.layer, found.slots)
+            parts.append(self._attend_placed(query, found))
+        out = parts[0].out if len(parts) == 1 else merge(parts).out
+        return out.to(query.vectors.dtype)
 
     def rows(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [kv_heads, n, key_width] and values [kv_heads, n, value_width] of all n tokens of a
@@ -158,20 +165,63 @@ class Reader:
         shape = self.geometry.layers[layer]
         length, count = sequence.length(layer), query.vectors.shape[1]
         first = 0 if shape.window is None else max(0, length - count - shape.window + 1)
-        columns = sequence.table.columns(layer, sequence.views, sequence.tail)
+        columns = sequence.table.columns(layer, sequence.views, sequence.tail, first)
         columns = columns.between(layer, first, past)
         size = GROUP_PAGES_ONE_QUERY if count == 1 else GROUP_PAGES
+        owners, begins = np.unique(columns.owner, return_index=True)
+        units = [Unit(columns.segments[owner], layer) for owner in owners.tolist()]
+        ends = np.append(begins[1:], len(columns))
         at = 0
-        while at < len(columns):
-            group = columns.part(slice(at, at + size))
-            owners = list(dict.fromkeys(group.owner.tolist()))
-            units = [Unit(columns.segments[owner], layer) for owner in owners]
-            loaded = self.mover.load(units)
+        while at < len(units):
+            many = int(np.searchsorted(ends, begins[at] + size, "right")) - at
+            group = self._beside_others(units[at : at + max(1, many)])
+            loaded = self.mover.load(group)
             assert loaded, "HOT always has room for one unit"
-            if loaded < len(units):
-                group = group.part(np.isin(group.owner, owners[:loaded]))
-            yield self._attend_group(query, group, (length, count), (first, past))
-            at += len(group)
+            # What comes next is read while this is attended to.
+            with self.mover.lease(group[:loaded]):
+                self.mover.read_on(sequence, layer, units[at + loaded :])
+            part = columns.part(slice(int(begins[at]), int(ends[at + loaded - 1])))
+            yield self._attend_group(query, part, (length, count), (first, past))
+            at += loaded
+
+    def _beside_others(self, units: list[Unit]) -> list[Unit]:
+        """The first of these, as many as take a quarter of HOT: half of it is for what is read
+        ahead."""
+        ends = np.cumsum([self.mover.flights.unit_bytes(each) for each in units])
+        limit = self.residency.hot.tier.limit_bytes // 4
+        return units[: max(1, int(np.searchsorted(ends, limit, "right")))]
+
+    def _placed(self, sequence: Sequence, query: Query, past: int) -> Placed | None:
+        """Frames of everything before `past`, where HOT holds all of it and every query sees it."""
+        layer = query.layer
+        asked_alone = query.vectors.shape[1] == 1
+        if self.geometry.layers[layer].window is not None or past < sequence.sealed_tokens:
+            return None
+        if not asked_alone and past == sequence.length(layer):
+            return None
+        tail = [
+            (each, min(each.filled[layer], past - each.start))
+            for each in sequence.tail
+            if each.filled[layer] and each.start < past
+        ]
+        kept = sequence.table.placed
+        found = placed(kept, self.residency.hot, layer, sequence.views, tail)
+        if found is not None:
+            self.residency.note(layer, found.slots)
+        return found
+
+    def _attend_placed(self, query: Query, placed: Placed) -> Partial:
+        shape = self.geometry.layers[query.layer]
+        return paged_attention(
+            query.vectors,
+            self.residency.hot.tier.memory(query.layer),
+            placed.frames,
+            (shape.key_width, shape.value_width),
+            placed.valid,
+            scale=query.scale,
+            workspace=self._workspace,
+            softcap=query.softcap,
+        )
 
     def _attend_group(
         self, query: Query, group: Columns, stream: tuple[int, int], bounds: tuple[int, int]
@@ -180,8 +230,7 @@ class Reader:
         layer = query.layer
         shape = self.geometry.layers[layer]
         hot = self.residency.hot
-        slots = np.array([each.slot for each in group.segments])[group.owner]
-        frames = hot.frames[layer][slots, :, group.page]
+        frames = hot.frames[layer][group.slots(), :, group.page]
         assert (frames != NO_FRAME).all()
         positions = group.positions(layer, shape.kv_heads, *bounds)
         valid = visible = None

@@ -8,11 +8,13 @@ Invariants:
   next: a later rebuild must not find what was removed since.
 """
 
+import errno
 import json
 import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,13 @@ from typing import Any
 from kvtier.errors import ConfigError, DeviceError, FormatError, VersionMismatch
 from kvtier.io.catalog import Catalog, NameRow, SegmentRow, pack_extents
 from kvtier.io.durability import sync_directory
+from kvtier.io.extent import drive_start
 from kvtier.io.probe import open_device
-from kvtier.io.region import Region, store_on
+from kvtier.io.regions import Regions, open_places
 from kvtier.tiering import record_format, store_files
 from kvtier.tiering.inventory import Inventory
 from kvtier.tiering.ledger import Change, Ledger, NewName, load_allocator
+from kvtier.tiering.lost_settings import known_settings, settings_of
 from kvtier.tiering.rebuild_finds import Finds
 from kvtier.tiering.rebuild_plan import NOT_LOST, PlannedName, Planner, RebuildPlan
 from kvtier.tiering.rebuild_slabs import NOT_LOST as SLABS_NOT_LOST
@@ -36,6 +40,7 @@ from kvtier.tiering.rebuild_slabs import (
     stale_headers,
     write_slabs,
 )
+from kvtier.tiering.record_format import NAME, Record
 from kvtier.tiering.region_scan import RegionScan
 from kvtier.tiering.store_files import Settings
 
@@ -95,21 +100,22 @@ class RebuildReport:
 def rebuild(
     directory: Path,
     *,
-    region: str | None = None,
+    regions: Sequence[str] = (),
     force: bool = False,
     progress: Progress = nobody_asks,
 ) -> RebuildReport:
     """Replace the catalog of a closed store by one made from its region.
 
-    region: where it lies, if store.yaml is lost too. Holds are not on the region, and are
-    forgotten. Raises ConfigError (no store, no region, a catalog that can be read and no force),
-    LockedError, FormatError, WrongStoreError, DeviceError, CapacityError.
+    regions: where they lie, if store.yaml is lost too. Holds are not on them, and are forgotten.
+    All of them must be there: what continues a Segment of a missing drive would be lost. Raises
+    ConfigError (no store, no region, a catalog that can be read and no force), LockedError,
+    FormatError, WrongStoreError, DeviceError, CapacityError.
     """
     with ExitStack() as stack:
-        known = _settings(directory, region)
+        known = known_settings(directory, regions)
         stack.enter_context(store_files.lock(directory))
         removed, live = _require_lost(directory, force)
-        opened, settings = _open_region(directory, known, region, stack)
+        opened, settings = _open_regions(directory, known, regions, stack)
         report = RebuildReport(opened.store_uuid, opened.path)
         finds = _scan(opened, removed, report, progress)
         plan = Planner(finds).plan()
@@ -134,36 +140,6 @@ def rebuild(
 
 
 # ---- before anything is changed -------------------------------------------------------------
-
-
-def _settings(directory: Path, region: str | None) -> Settings | None:
-    """What store.yaml says; None: it is lost, and the region is named instead. Makes the store's
-    directory if that is lost too."""
-    try:
-        settings = store_files.read_settings(directory)
-    except VersionMismatch:
-        raise
-    except (ConfigError, FormatError) as error:
-        if region is None:
-            raise ConfigError(
-                f"{error}. If its settings are lost, name its region: --region PATH"
-            ) from error
-        owner = Path(region).parent
-        if store_files.is_store(owner) and owner.resolve() != directory.resolve():
-            raise ConfigError(
-                f"{region} lies in the store {owner}: rebuild that one, or move the file away"
-            ) from error
-        if not (directory / store_files.SETTINGS).exists():
-            store_files.prepare_directory(directory, store_files.RECOVERED)
-        return None
-    if region is not None and os.path.realpath(region) != os.path.realpath(
-        settings.region_file(directory)
-    ):
-        raise ConfigError(
-            f"this store's region is {settings.region_file(directory)}, not {region}: leave "
-            "--region out, or name another directory for that region's store"
-        )
-    return settings
 
 
 def _require_lost(directory: Path, force: bool) -> tuple[set[int], LiveEntries]:
@@ -194,37 +170,39 @@ def _require_lost(directory: Path, force: bool) -> tuple[set[int], LiveEntries]:
     return removed, live
 
 
-def _open_region(
-    directory: Path, settings: Settings | None, path: str | None, stack: ExitStack
-) -> tuple[Region, Settings]:
-    if settings is not None:
-        path = settings.region_file(directory)
-    assert path is not None
-    if not os.path.exists(path):
-        raise DeviceError(f"the region {path} does not exist: restore the file or device")
-    device = open_device(path)
-    stack.callback(device.close)
-    store_uuid = store_on(device) if settings is None else settings.store_uuid
-    region = Region.open(device, store_uuid)
+def _open_regions(
+    directory: Path, settings: Settings | None, paths: Sequence[str], stack: ExitStack
+) -> tuple[Regions, Settings]:
     if settings is None:
-        own = os.path.realpath(path) == os.path.realpath(directory / store_files.REGION)
-        named = store_files.REGION if own else os.path.abspath(path)
-        settings = Settings(region.store_uuid, named, region.superblock.region_bytes)
-    return region, settings
+        settings = settings_of(directory, paths)
+    places = settings.places(directory)
+    found = open_places(places, lambda path: stack.enter_context(closing(open_device(path))))
+    regions = Regions.open(places, found, settings.store_uuid)
+    if regions.missing:
+        raise DeviceError(
+            f"{'; '.join(each.why for each in regions.missing)}. A rebuild needs all drives of a "
+            "store: what continues segments of a missing one would be lost",
+            errno.ENODEV,
+        )
+    return regions, settings
 
 
-def _scan(region: Region, removed: set[int], report: RebuildReport, progress: Progress) -> Finds:
+def _scan(region: Regions, removed: set[int], report: RebuildReport, progress: Progress) -> Finds:
+    """Walk all regions, one after the other."""
     finds = Finds()
-    scan = RegionScan(region)
-    total = region.data_end - region.data_start
+    total = sum(each.end - each.start for each in region.windows)
+    done = 0
     started = time.perf_counter()
-    for find in scan.finds():
-        finds.add(find, removed)
-        progress(scan.bytes_done, total)
+    for member, window in zip(region.present, region.windows, strict=True):
+        scan = RegionScan(member, drive_start(window.drive))
+        for find in scan.finds():
+            finds.add(find, removed)
+            progress(done + scan.bytes_done, total)
+        done += window.end - window.start
+        report.bytes_read += scan.bytes_read
+        report.bytes_unreadable += scan.bytes_unreadable
     progress(total, total)
     report.seconds = time.perf_counter() - started
-    report.bytes_read = scan.bytes_read
-    report.bytes_unreadable = scan.bytes_unreadable
     return finds
 
 
@@ -334,11 +312,11 @@ def _remove(catalog: Path) -> None:
             each.unlink(missing_ok=True)
 
 
-def _finish(catalog: Catalog, region: Region, plan: RebuildPlan) -> None:
+def _finish(catalog: Catalog, region: Regions, plan: RebuildPlan) -> None:
     """Erase what the catalog does not name, and write the records that name another Segment."""
     rows = catalog.segments()
     inventory = Inventory.load(catalog, rows)
-    allocator = load_allocator(catalog, inventory, region.data_start, region.data_end)
+    allocator = load_allocator(catalog, inventory, region)
     ledger = Ledger(catalog, region.device, allocator, inventory)
     ledger.replay()
     change = Change()
@@ -356,7 +334,11 @@ def _finish(catalog: Catalog, region: Region, plan: RebuildPlan) -> None:
                 "created": row.created,
             }
             place = allocator.allocate(record_format.bytes_of(body))
-            change.names.append(NewName(row, body, place))
+            record = Record(
+                uuid.UUID(catalog.store_uuid).bytes, name.record.fingerprint, NAME, body
+            )
+            record_format.put(record, place, region.device.write)
+            change.names.append(NewName(row, place))
     if change.names:
         ledger.apply(change)
     ledger.settle()

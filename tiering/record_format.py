@@ -19,6 +19,7 @@ Layout, little-endian, a multiple of 4096 bytes (docs/format.md has a sentence p
 
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeGuard
 
@@ -27,7 +28,9 @@ import xxhash
 
 from kvtier.errors import BadMagic, ChecksumMismatch, ConfigError, FormatError, VersionMismatch
 from kvtier.io.alignment import GRID_BYTES, align_up
-from kvtier.io.device import ByteArray
+from kvtier.io.buffers import aligned_bytes
+from kvtier.io.device import Buffers, ByteArray, Int64Array
+from kvtier.io.extent import Extent
 
 MAGIC = b"KVTIERRC"
 RECORD_VERSION = 1
@@ -72,6 +75,16 @@ class Record:
         block[: len(head)] = np.frombuffer(head, np.uint8)
         block[len(head) : len(head) + len(body)] = np.frombuffer(body, np.uint8)
         return block
+
+
+def put(record: Record, extent: Extent, write: Callable[[Int64Array, Buffers], None]) -> None:
+    """Write a record into its Extent. write: `Device.write`, or what stands for it."""
+    packed = record.pack()
+    assert packed.size == extent.length
+    block = aligned_bytes(packed.size)
+    block[:] = packed
+    seal(block, extent.offset)
+    write(np.array([extent.offset], np.int64), Buffers.whole(block))
 
 
 def _encoded(body: dict[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""Walks a region on its grid and says which Extents, slabs and records of a store lie there.
+"""Walks one region on its grid and says which Extents, slabs and records of a store lie there.
 
 Invariants:
 - What is reported as sound was read in full: its header names this store and the byte where it
@@ -96,7 +96,9 @@ Find = FoundExtent | FoundRecord | FoundSlab | Unusable
 class RegionScan:
     """One walk over one region. `finds` goes through it once."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, base: int = 0) -> None:
+        """base: the offset of its drive's first byte on the store's device."""
+        self._base = base
         self._end = region.data_end
         self._at = region.data_start
         self._window = _Window(region)
@@ -134,7 +136,7 @@ class RegionScan:
             if isinstance(find, FoundRecord) or (
                 isinstance(find, FoundExtent | FoundSlab) and find.sound
             ):
-                self._at = find.extent.end
+                self._at = find.extent.end - self._base
             else:
                 self._at += GRID_BYTES
             yield find
@@ -145,9 +147,9 @@ class RegionScan:
                 return self._slab()
             return self._record() if word == _RECORD_WORD else self._extent()
         except VersionMismatch as error:
-            return Unusable(self._at, f"of format version {error.found}")
+            return Unusable(self._base + self._at, f"of format version {error.found}")
         except FormatError as error:
-            return Unusable(self._at, str(error))
+            return Unusable(self._base + self._at, str(error))
 
     # ---- records ----------------------------------------------------------------------------
 
@@ -156,10 +158,11 @@ class RegionScan:
         size = record_format.record_bytes(self._window.at(self._at, GRID_BYTES))
         if size > self._end - self._at:
             raise FormatError("it ends behind the region")
-        record = record_format.parse(self._window.at(self._at, size), self._at)
+        offset = self._base + self._at
+        record = record_format.parse(self._window.at(self._at, size), offset)
         if record.store_uuid != self._store_uuid:
             raise FormatError("of another store")
-        return FoundRecord(record, Extent(self._at, size))
+        return FoundRecord(record, Extent(offset, size))
 
     # ---- extents ----------------------------------------------------------------------------
 
@@ -172,7 +175,7 @@ class RegionScan:
         identity = header.identity
         if identity.store_uuid != self._store_uuid:
             raise FormatError("of another store")
-        if identity.device_offset != self._at:
+        if identity.device_offset != self._base + self._at:
             raise FormatError("at another place than it was written to")
         _require_possible(header, room)
         return FoundExtent(header, self._is_whole(header))
@@ -204,11 +207,13 @@ class RegionScan:
         identity = header.identity
         if identity.store_uuid != self._store_uuid:
             raise FormatError("of another store")
-        if identity.device_offset != start:
+        if identity.device_offset != self._base + start:
             raise FormatError("at another place than it was written to")
         if identity.extent_bytes > self._end - start or header.head_bytes > WINDOW_BYTES:
             raise FormatError("the header of the slab contradicts itself")
-        copies = [each for each in header_copies(start) if self._is_copy(each, identity)]
+        copies = [
+            self._base + each for each in header_copies(start) if self._is_copy(each, identity)
+        ]
         head = self._window.at(start, header.head_bytes)
         slab = slab_format.parse_directory(header, head, HERE)
         sound = all(self._is_intact(slab, entry) for entry in np.flatnonzero(header.live).tolist())
@@ -221,7 +226,7 @@ class RegionScan:
         except FormatError:
             # The copy behind it may be intact.
             return self._at
-        behind = header.identity.device_offset == self._at - GRID_BYTES
+        behind = header.identity.device_offset == self._base + self._at - GRID_BYTES
         return self._at - GRID_BYTES if behind else self._at
 
     def _is_copy(self, offset: int, identity: SlabIdentity) -> bool:
@@ -236,7 +241,8 @@ class RegionScan:
         identity = slab.header.identity
         digest = slab_format.BlobHash(identity.fingerprint, slab.keys[entry], identity.generation)
         offset, length, checksum, *_ = slab.directory[entry].tolist()
-        at, end = identity.device_offset + offset, identity.device_offset + offset + length
+        at = identity.device_offset - self._base + offset
+        end = at + length
         while at < end:
             block = align_down(at, GRID_BYTES)
             piece = self._window.ahead(block)[at - block :][: end - at]

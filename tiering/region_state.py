@@ -31,10 +31,14 @@ def region_state(path: str, region_bytes: int) -> str:
     return PRESENT if found >= region_bytes else f"truncated to {found} bytes"
 
 
-def region_advice(state: str, region_bytes: int) -> str:
-    """What a state other than "present" means for the store, and what to do about it."""
+def region_advice(state: str, region_bytes: int, regions: int) -> str:
+    """What a state other than "present" means for the store, and what to do about it.
+
+    regions: how many the store has.
+    """
     if state == MISSING:
-        return f"the region is missing: {REMEDY}; without it every segment is a miss"
+        lost = "every segment" if regions == 1 else "every segment on it"
+        return f"the region is missing: {REMEDY}; without it {lost} is a miss"
     if state.startswith("truncated"):
         return (
             f"the region is {state}, it was made with {region_bytes} bytes: {REMEDY}; the store "

@@ -1,14 +1,14 @@
 """The Segments of one model that this process knows: found by their tokens, and counted in use.
 
 Invariants:
-- What the index finds is committed, sound and not quarantined.
+- What the index finds is committed and sound; what is lost leads it to what lies behind.
 - A Segment has a slot while a Sequence views it or a memory tier holds a Page of it.
 - A Segment that was never committed goes with its last view; a committed one stays known until it
   is removed from the drive.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -25,6 +25,10 @@ from kvtier.tiering.segment import NO_SLOT, Segment, SegmentView
 _log = logging.getLogger("kvtier")
 
 
+def _nobody_cares(segment: Segment) -> None:
+    """What `on_unused` does where nothing is read ahead."""
+
+
 class Registry:
     """Callers hold the store's lock."""
 
@@ -35,8 +39,8 @@ class Registry:
         self.residency = residency
         self.indexes: dict[Provenance, PrefixIndex] = {}
         self.committed: dict[int, Segment] = {}
-        self.failed: list[Segment] = []
-        """Segments that the device could not read since the store was opened."""
+        self.on_unused: Callable[[Segment], None] = _nobody_cares
+        """Called when the last view of a Segment goes, while it still has its slot."""
 
     def index(self, provenance: Provenance) -> PrefixIndex:
         return self.indexes.setdefault(provenance, PrefixIndex())
@@ -74,14 +78,14 @@ class Registry:
             end_digest=row.end_digest,
             catalog_id=row.id,
             quarantined=row.quarantined,
+            unavailable=self.inventory.entries[row.id].unavailable,
         )
         self.committed[row.id] = segment
-        if not segment.quarantined:
-            self.index(segment.provenance).add(segment)
+        self.index(segment.provenance).add(segment)
 
     def add(self, segment: Segment, catalog_id: int) -> None:
         """A Segment is committed now."""
-        segment.catalog_id = catalog_id
+        segment.commit(catalog_id)
         self.committed[catalog_id] = segment
         self.index(segment.provenance).add(segment)
 
@@ -116,15 +120,17 @@ class Registry:
         if segment.slot == NO_SLOT:
             if not self.residency.has_free_slot:
                 self.forget_unused()
-            segment.slot = self.residency.take_slot()
+            segment.slot = self.residency.take_slot(segment.history)
             self.residency.on_nvme[:, segment.slot] = True
 
     def release(self, segment: Segment) -> None:
         """One view less. A Segment that was never committed goes with its last view."""
         assert segment.references > 0
         segment.references -= 1
-        if segment.references == 0 and segment.catalog_id is None:
-            self.forget(segment)
+        if segment.references == 0:
+            self.on_unused(segment)
+            if segment.catalog_id is None:
+                self.forget(segment)
 
     def forget(self, segment: Segment) -> None:
         """Give back the Extents and Frames of a Segment that the catalog does not name."""
@@ -148,35 +154,25 @@ class Registry:
                 self._give_slot(segment)
 
     def _give_slot(self, segment: Segment) -> None:
-        self.residency.give_slot(segment.slot)
+        segment.history = self.residency.give_slot(segment.slot)
         segment.slot = NO_SLOT
 
     # ---- gone -------------------------------------------------------------------------------
 
     def quarantine(self, segments: Sequence[Segment]) -> None:
-        """Take Segments that were marked so out of the index. Of the damaged ones the catalog notes
+        """Segments that were marked so are lost to the index. Of the damaged ones the catalog notes
         it; the device could not read the others, which are tried again at the next open."""
         damaged: list[int] = []
         for segment in segments:
             if segment.catalog_id is None:
                 continue
-            listed = self._unlist(segment)
+            self.index(segment.provenance).lose(segment)
             if segment.damaged:
                 damaged.append(segment.catalog_id)
-            elif listed:
-                self.failed.append(segment)
         entries = self.inventory.entries
         new = [each for each in damaged if not entries[each].quarantined]
         if new:
             self.ledger.apply(Change(quarantined=new))
-
-    def _unlist(self, segment: Segment) -> bool:
-        """Take a Segment out of the index. False: it was not in."""
-        index = self.index(segment.provenance)
-        if index.find(segment.parent, segment.named_tokens) is not segment:
-            return False
-        index.remove(segment)
-        return True
 
     def drop(self, catalog_ids: Iterable[int]) -> None:
         """Forget Segments that were removed from the drive; ids of other models are ignored."""
@@ -184,11 +180,22 @@ class Registry:
             segment = self.committed.pop(catalog_id, None)
             if segment is None:
                 continue
-            assert not segment.references
-            self._unlist(segment)
-            if segment.slot != NO_SLOT:
-                self._give_slot(segment)
-            # Whoever still holds the object must not free what belongs to others by now.
-            segment.extents = [None] * segment.layers
-            if segment in self.failed:
-                self.failed.remove(segment)
+            self.index(segment.provenance).remove(segment)
+            self._disown(segment)
+
+    def take_place(self, segment: Segment, lost: Segment) -> None:
+        """A Segment is committed now, in the place of a lost one of the same tokens, which nobody
+        views: under its id, before what continued it."""
+        assert lost.catalog_id is not None
+        segment.commit(lost.catalog_id)
+        self.committed[lost.catalog_id] = segment
+        self.index(segment.provenance).replace(lost, segment)
+        self._disown(lost)
+
+    def _disown(self, segment: Segment) -> None:
+        """The catalog gave up a Segment, or its Extents."""
+        assert not segment.references
+        if segment.slot != NO_SLOT:
+            self._give_slot(segment)
+        # Whoever still holds the object must not free what belongs to others by now.
+        segment.extents = [None] * segment.layers

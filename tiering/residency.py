@@ -6,23 +6,45 @@ use has in these arrays. There is no Python object per page or token.
 Invariants:
 - frames[layer][slot, head, page] is a Frame of that tier or NO_FRAME; pages[layer, slot] counts
   the former.
+- drops[layer] rises whenever a unit of that layer leaves the tier: what was made of Frames of this
+  layer holds as long as it stays the same.
 - A unit (layer, slot) with leases > 0 is never a victim.
 - A unit that is not on NVME has its only copy in HOT and is never a victim.
+
+How a unit was used is known whether or not a tier holds it, and outlives its slot (History), so
+that what comes back in turn is recognised. A use is a session: all passes that follow each other.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiering.frames import FrameArray, MemoryTier
+from kvtier.tiering.frame_runs import FrameArray
+from kvtier.tiering.frames import MemoryTier
 from kvtier.tiering.geometry import SEGMENT_PAGES, Geometry
+from kvtier.tiering.segment import History
 
 NO_FRAME = -1
 SLOTS_AT_FIRST = 16
+NOTED_MAX = 4096
+"""Arrays of slots that are kept until their uses are counted."""
 
 SlotArray = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Noted:
+    """Uses of units of one layer that the arrays do not know yet."""
+
+    layer: int
+    slots: SlotArray
+    first: int
+    last: int
+    idle_before: int
+    """last_pass_began at the first of them."""
 
 
 class TierMap:
@@ -35,7 +57,7 @@ class TierMap:
             for layer in geometry.layers
         ]
         self.pages = np.zeros((len(geometry.layers), SLOTS_AT_FIRST), np.int32)
-        self.used_at = np.zeros((len(geometry.layers), SLOTS_AT_FIRST), np.int64)
+        self.drops = [0] * len(geometry.layers)
 
     def grow(self, slots: int) -> None:
         added = slots - self.pages.shape[1]
@@ -44,7 +66,6 @@ class TierMap:
             for each in self.frames
         ]
         self.pages = np.pad(self.pages, ((0, 0), (0, added)))
-        self.used_at = np.pad(self.used_at, ((0, 0), (0, added)))
 
     def put(self, layer: int, slot: int, first_page: int, frames: FrameArray) -> None:
         """Record Frames [heads, n] for the Pages from `first_page` on."""
@@ -52,6 +73,12 @@ class TierMap:
         assert (where == NO_FRAME).all()
         where[:] = frames
         self.pages[layer, slot] += frames.size
+
+    def put_unit(self, layer: int, slot: int, frames: FrameArray) -> None:
+        """Record Frames [heads, n] for all Pages of a unit that has none here."""
+        assert not self.pages[layer, slot]
+        self.frames[layer][slot, :, : frames.shape[1]] = frames
+        self.pages[layer, slot] = frames.size
 
     def held(self, layer: int, slot: int) -> FrameArray:
         """Every Frame of a unit, as a vector."""
@@ -62,6 +89,7 @@ class TierMap:
     def drop(self, layer: int, slot: int) -> None:
         """Forget a unit and give its Frames back to the tier."""
         if self.pages[layer, slot]:
+            self.drops[layer] += 1
             self.tier.give(layer, self.held(layer, slot))
             self.frames[layer][slot] = NO_FRAME
             self.pages[layer, slot] = 0
@@ -76,6 +104,12 @@ class Residency:
         layers = len(geometry.layers)
         self.on_nvme = np.zeros((layers, SLOTS_AT_FIRST), np.bool_)
         self.leases = np.zeros((layers, SLOTS_AT_FIRST), np.int32)
+        self.used_at = np.zeros((layers, SLOTS_AT_FIRST), np.int64)
+        self.began_at = np.zeros((layers, SLOTS_AT_FIRST), np.int64)
+        """When its last session began; 0: it was never used."""
+        self.interval = np.zeros((layers, SLOTS_AT_FIRST), np.int64)
+        """From session to session, later ones counting more; 0: there was one at most."""
+        self._noted: dict[tuple[int, int], _Noted] = {}
         self.clock = 1
         self.pass_began = 0
         self.last_pass_began = 0
@@ -85,15 +119,23 @@ class Residency:
     def slots(self) -> int:
         return int(self.on_nvme.shape[1])
 
-    def take_slot(self) -> int:
+    def take_slot(self, history: History | None = None) -> int:
+        """A slot for a Segment that was used before as `history` says."""
         if not self._free_slots:
             old, new = self.slots, 2 * self.slots
             self.hot.grow(new)
             self.host.grow(new)
             self.on_nvme = np.pad(self.on_nvme, ((0, 0), (0, new - old)))
             self.leases = np.pad(self.leases, ((0, 0), (0, new - old)))
+            self.used_at = np.pad(self.used_at, ((0, 0), (0, new - old)))
+            self.began_at = np.pad(self.began_at, ((0, 0), (0, new - old)))
+            self.interval = np.pad(self.interval, ((0, 0), (0, new - old)))
             self._free_slots = list(range(new - 1, old - 1, -1))
-        return self._free_slots.pop()
+        slot = self._free_slots.pop()
+        self.used_at[:, slot] = 0
+        self.began_at[:, slot] = history.began_at if history else 0
+        self.interval[:, slot] = history.interval if history else 0
+        return slot
 
     def holds(self, slot: int) -> bool:
         """Whether some memory tier holds a Page of this Segment."""
@@ -103,14 +145,20 @@ class Residency:
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
 
-    def give_slot(self, slot: int) -> None:
-        """Forget a Segment: its Frames go back, its slot may be used again."""
+    def give_slot(self, slot: int) -> History:
+        """Forget a Segment: its Frames go back, its slot may be used again. Returns how it was used
+        in the layer that was used last."""
         assert not self.leases[:, slot].any()
+        # What was noted is of this Segment, not of the next one that gets the slot.
+        self.settle()
+        layer = int(self.began_at[:, slot].argmax())
+        history = History(int(self.began_at[layer, slot]), int(self.interval[layer, slot]))
         for layer in range(len(self.leases)):
             self.hot.drop(layer, slot)
             self.host.drop(layer, slot)
         self.on_nvme[:, slot] = False
         self._free_slots.append(slot)
+        return history
 
     def begin_pass(self) -> None:
         """Called when a model starts again at its first layer: what was used before the pass
@@ -122,7 +170,55 @@ class Residency:
     def touch(self, layers: SlotArray, slots: SlotArray) -> None:
         """These units are used now."""
         self.clock += 1
-        self.hot.used_at[layers, slots] = self.clock
+        self._count(layers, slots, self.clock, self.last_pass_began)
+        self.used_at[layers, slots] = self.clock
+
+    def touch_unit(self, layer: int, slot: int) -> None:
+        """This unit is used now."""
+        if self.used_at[layer, slot] < self.last_pass_began or not self.used_at[layer, slot]:
+            self.touch(np.array([layer]), np.array([slot]))
+        else:
+            self.clock += 1
+            self.used_at[layer, slot] = self.clock
+
+    def _count(self, layers: SlotArray | int, slots: SlotArray, now: int, idle_before: int) -> None:
+        """A session begins for those of these units that were idle."""
+        idle = self.used_at[layers, slots] < max(idle_before, 1)
+        if not idle.any():
+            return
+        if self._noted:
+            self.settle()
+            idle = self.used_at[layers, slots] < max(idle_before, 1)
+        slots = slots[idle]
+        if not isinstance(layers, int):
+            layers = layers[idle]
+        gap = now - self.began_at[layers, slots]
+        known = self.interval[layers, slots]
+        interval = np.where(known > 0, (known + gap) // 2, gap)
+        self.interval[layers, slots] = np.where(self.began_at[layers, slots] > 0, interval, 0)
+        self.began_at[layers, slots] = now
+
+    def note(self, layer: int, slots: SlotArray) -> None:
+        """These units of a layer are used now. For who says so in every step, with the same array,
+        which must not change: however many there are, this takes no time until `settle`."""
+        self.clock += 1
+        noted = self._noted.get((layer, id(slots)))
+        if noted is not None and noted.last >= self.last_pass_began:
+            noted.last = self.clock
+            return
+        if noted is not None or len(self._noted) >= NOTED_MAX:
+            self.settle()
+        self._noted[layer, id(slots)] = _Noted(
+            layer, slots, self.clock, self.clock, self.last_pass_began
+        )
+
+    def settle(self) -> None:
+        """Have used_at, began_at and interval include what was noted."""
+        all_noted, self._noted = self._noted, {}
+        for noted in all_noted.values():
+            self._count(noted.layer, noted.slots, noted.first, noted.idle_before)
+            used = self.used_at[noted.layer]
+            used[noted.slots] = np.maximum(used[noted.slots], noted.last)
 
     @contextmanager
     def lease(self, layers: SlotArray, slots: SlotArray) -> Iterator[None]:

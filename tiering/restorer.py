@@ -1,16 +1,24 @@
 """Stored prefixes: found, leased, brought into HOT, and given up where their bytes are damaged."""
 
+import time
+from collections.abc import Iterable
+
 import numpy as np
 
 from kvtier.errors import DeviceError, FormatError
+from kvtier.tiering import stored_ranges
 from kvtier.tiering.chain import Tokens
+from kvtier.tiering.costs import CostMeter
 from kvtier.tiering.extent_io import ExtentIO, Unit
+from kvtier.tiering.fingerprint import Provenance
 from kvtier.tiering.geometry import Geometry
 from kvtier.tiering.ledger import Ledger
 from kvtier.tiering.registry import Registry
 from kvtier.tiering.residency import Residency
+from kvtier.tiering.segment import NO_SLOT, SegmentView
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.steps import Pause, Reading, Steps, run
+from kvtier.tiering.stored_ranges import Range
 from kvtier.tiering.transfer import Mover
 
 HEAVY_TOKENS = 16 * 1024
@@ -34,19 +42,26 @@ class Restorer:
         self.extents = extents
         self.registry = registry
         self.ledger = ledger
+        self.costs = CostMeter.start()
+        extents.flow.tell = self.costs.note_load
         self.tokens_looked_up = 0
         self.tokens_matched = 0
         self.matched_in_hot = self.matched_in_host = 0
         """Tokens of tokens_matched that needed no drive, and for HOST no more than a copy."""
 
-    def resume(self, sequence: Sequence, wanted: Tokens) -> None:
+    def resume(self, sequence: Sequence, wanted: Tokens, *, lazily: bool) -> None:
         """Give an empty Sequence the longest stored prefix of `wanted` that passes every check.
 
-        Raises DeviceError when the device as a whole fails, CapacityError.
+        lazily: the check of headers; what they stand for is read layer by layer while others are
+        attended to, and checked then. Raises DeviceError when the device as a whole fails,
+        CapacityError.
         """
-        run(self.resuming(sequence, wanted, self.extents.blocking), self.extents.device)
+        steps = self.resuming(sequence, wanted, self.extents.blocking, lazily=lazily)
+        run(steps, self.extents.device)
 
-    def resuming(self, sequence: Sequence, wanted: Tokens, reading: Reading) -> Steps[None]:
+    def resuming(
+        self, sequence: Sequence, wanted: Tokens, reading: Reading, *, lazily: bool
+    ) -> Steps[None]:
         """What `resume` does, in steps. Closed early, it leaves the Sequence empty."""
         self.tokens_looked_up += len(wanted)
         while True:
@@ -56,7 +71,10 @@ class Restorer:
             self.attach(sequence, wanted)
             in_hot, in_host = self._in_memory(sequence)
             try:
-                yield from self._loading(sequence, reading)
+                if lazily:
+                    yield from self._announcing(sequence, reading)
+                else:
+                    yield from self._loading(sequence, reading)
             except (FormatError, DeviceError):
                 # The catalog may have to note it, which is a transaction.
                 yield from self._before_quarantine(sequence)
@@ -73,6 +91,56 @@ class Restorer:
         self.matched_in_hot += in_hot
         self.matched_in_host += in_host
         self.accept(sequence, wanted)
+
+    def extend(self, sequence: Sequence, wanted: Tokens) -> None:
+        """See `extending`. Raises DeviceError when the device as a whole fails."""
+        run(self.extending(sequence, wanted, self.extents.blocking), self.extents.device)
+
+    def extending(self, sequence: Sequence, wanted: Tokens, reading: Reading) -> Steps[None]:
+        """Have a Sequence go on with what is stored of `wanted` from its end on, as far as every
+        check is passed. It is named, between passes, and has no Tail where something is attached.
+
+        Closed early, it leaves the Sequence as it was.
+        """
+        held = len(sequence.views)
+        begin = sequence.length()
+        while added := stored_ranges.unbroken(self.behind(sequence, wanted), begin):
+            for view in added:
+                self.registry.acquire(view.segment)
+            sequence.views = (*sequence.views, *added)
+            try:
+                yield from self._loading(sequence, reading, held)
+            except (FormatError, DeviceError):
+                yield from self._before_quarantine(sequence, held)
+                damaged = self.quarantine(sequence)
+                self.detach(sequence, held)
+                if not damaged:
+                    raise
+                continue
+            except BaseException:
+                self.detach(sequence, held)
+                raise
+            break
+        sequence.declare(wanted[: sequence.length()])
+        self.tokens_matched += sequence.length() - begin
+        self.touch(sequence)
+
+    def walk(self, sequence: Sequence, wanted: Tokens) -> list[SegmentView]:
+        """All Segments that `wanted` leads to, lost ones too."""
+        return self.registry.index(sequence.provenance).walk(wanted)
+
+    def behind(self, sequence: Sequence, wanted: Tokens) -> list[SegmentView]:
+        """What is stored of `wanted` from the end of a Sequence on."""
+        return stored_ranges.sound(self.walk(sequence, wanted), sequence.length())
+
+    def stored(
+        self, provenance: Provenance, wanted: Tokens
+    ) -> tuple[list[SegmentView], list[Range]]:
+        """What is stored of `wanted`, behind holes too, and the holes."""
+        index = self.registry.index(provenance)
+        walked = index.walk(wanted)
+        stored = stored_ranges.chains(walked, index.match(wanted))
+        return stored, stored_ranges.holes(walked, stored_ranges.ranges(stored))
 
     def _in_memory(self, sequence: Sequence) -> tuple[int, int]:
         """Tokens of what was attached that HOT has in every layer, and that HOT or HOST has."""
@@ -97,11 +165,11 @@ class Restorer:
             self.registry.acquire(view.segment)
         sequence.views = views
 
-    def detach(self, sequence: Sequence) -> None:
-        """Give up the views of a Sequence that was only attached."""
-        for view in sequence.views:
+    def detach(self, sequence: Sequence, held: int = 0) -> None:
+        """Give up the views of a Sequence that were only attached: all but the first `held`."""
+        for view in sequence.views[held:]:
             self.registry.release(view.segment)
-        sequence.views = []
+        sequence.views = sequence.views[:held]
 
     def accept(self, sequence: Sequence, wanted: Tokens) -> None:
         """What was attached is there: name its tokens, count it, note its use."""
@@ -114,32 +182,62 @@ class Restorer:
         ids = [view.segment.catalog_id for view in sequence.views]
         self.ledger.touch([each for each in ids if each is not None])
 
-    def units(self, sequence: Sequence) -> list[Unit]:
-        """What a restore brings into HOT, layer by layer: of layers with a window, its Pages."""
+    def units(self, sequence: Sequence, held: int = 0) -> list[Unit]:
+        """What a restore brings into HOT, layer by layer: of layers with a window, its Pages.
+
+        held: how many of its views are there already; they are used now, too.
+        """
         # Two passes begun: all that HOT holds so far is idle against what is wanted now.
         self.residency.begin_pass()
         self.residency.begin_pass()
-        end = sequence.length()
+        for layer in range(len(self.geometry.layers)) if held else ():
+            self.mover.touch([Unit(view.segment, layer) for view in sequence.views[:held]])
+        return self.seen(sequence.views[held:], sequence.length())
+
+    def seen(self, views: Iterable[SegmentView], end: int) -> list[Unit]:
+        """Units of these views, layer by layer, that the end of a stream sees: of layers with a
+        window not what lies before it."""
+        views = list(views)
         units = []
         for layer, shape in enumerate(self.geometry.layers):
             first = 0 if shape.window is None else max(0, end - shape.window + 1)
-            units += [Unit(view.segment, layer) for view in sequence.views if view.end > first]
+            units += [Unit(view.segment, layer) for view in views if view.end > first]
         return units
 
-    def _loading(self, sequence: Sequence, reading: Reading) -> Steps[None]:
+    def _loading(self, sequence: Sequence, reading: Reading, held: int = 0) -> Steps[None]:
         """Bring a match into HOT as far as it has room, and check the headers of the rest."""
-        units = self.units(sequence)
+        units = self.units(sequence, held)
+        began, nbytes = time.perf_counter(), self.bytes_to_read(units)
         loaded = yield from self.mover.loading(units, reading, idle_only=True)
         if not reading.shared:
             self.mover.touch(units[:loaded])
+            if loaded == len(units):
+                self.costs.note_load(nbytes, time.perf_counter() - began)
         yield from self.extents.checking_headers(units[loaded:], reading)
 
-    def _before_quarantine(self, sequence: Sequence) -> Steps[None]:
+    def _announcing(self, sequence: Sequence, reading: Reading) -> Steps[None]:
+        """Check the headers of a match as far as they are not known, and begin to read it."""
+        units = self.units(sequence)
+        new = [each for each in units if not self.extents.knows_header(each)]
+        yield from self.extents.checking_headers(new, reading)
+        self.mover.ahead.go_on(units)
+
+    def bytes_to_read(self, units: Iterable[Unit]) -> int:
+        """Bytes of the Extents of what no memory tier has."""
+        hot, host = self.residency.hot.pages, self.residency.host.pages
+        total = 0
+        for unit in units:
+            slot, extent = unit.segment.slot, unit.segment.extents[unit.layer]
+            in_memory = slot != NO_SLOT and (hot[unit.layer, slot] or host[unit.layer, slot])
+            total += extent.length if extent is not None and not in_memory else 0
+        return total
+
+    def _before_quarantine(self, sequence: Sequence, held: int = 0) -> Steps[None]:
         """A pause, in which the work may be given up."""
         try:
             yield Pause.HEAVY
         except BaseException:
-            self.detach(sequence)
+            self.detach(sequence, held)
             raise
 
     def quarantine(self, sequence: Sequence) -> bool:

@@ -25,6 +25,8 @@ from kvtier.io.buffers import aligned_bytes
 from kvtier.io.catalog import SegmentRow
 from kvtier.io.catalog_blobs import BlobTables
 from kvtier.io.device import Buffers
+from kvtier.io.extent import drive_start
+from kvtier.io.region import Region
 from kvtier.io.superblock import DATA_START, copy_offsets
 from kvtier.tiering.blob_verifier import SlabRows, slab_findings
 from kvtier.tiering.catalog_check import CatalogRows, RecordPlace, check_rows
@@ -33,6 +35,7 @@ from kvtier.tiering.config import parse_bytes
 from kvtier.tiering.extent_check import ExtentChecker
 from kvtier.tiering.findings import BLOB, MEDIA, PADDING, Finding, Report
 from kvtier.tiering.opening import OpenFiles
+from kvtier.tiering.slab_rows import slab_extent
 from kvtier.tiering.verifier import check_superblocks
 
 RATE_DEFAULT = "100MiB"
@@ -183,15 +186,21 @@ class Scrubber:
             (row for row in sound if not row.quarantined), key=lambda row: extents_of(row)[0].offset
         )
         records = rows.records(uuid)
-        self._report.bytes_total = DATA_START + sum(
+        region = self._files.region
+        self._report.bytes_total = DATA_START * len(region.present) + sum(
             extent.length
             for extent in (
                 *(extent for row in chosen for extent in extents_of(row)),
                 *(each.extent for each in records),
                 *slabs,
             )
+            if region.holds(extent)
         )
-        check_superblocks(self._checker, uuid)
+        for drive in region.missing:
+            self._report.add("region", drive.path, f"the drive is missing: {drive.why}")
+        for number, member in enumerate(region.members):
+            if isinstance(member, Region):
+                check_superblocks(self._checker, drive_start(number), member.device)
         for place in records:
             if not self._ending.is_set():
                 self._check_record(place)
@@ -219,8 +228,12 @@ class Scrubber:
 
     def _check_segment(self, row: SegmentRow, fingerprint: bytes) -> None:
         """Check one Segment and act on what is confirmed."""
-        self._report.segments_checked += 1
-        for layer in range(len(extents_of(row))):
+        extents = extents_of(row)
+        if all(map(self._checker.is_there, extents)):
+            self._report.segments_checked += 1
+        else:
+            self._report.segments_missing += 1
+        for layer in range(len(extents)):
             if self._ending.is_set() or not self._is_current(row):
                 return
             if self._checker.check_extent(row, fingerprint, layer):
@@ -239,7 +252,7 @@ class Scrubber:
             found = self._second.check_extent(row, fingerprint, layer)
             damage = [each for each in found if each.kind != PADDING]
             if any(each.kind == MEDIA for each in damage):
-                self._require_whole_device()
+                self._require_whole_drive(extents_of(row)[layer].drive)
             if damage:
                 self._custody.quarantine(row.id)
                 self._report.quarantined.append(row.id)
@@ -261,7 +274,7 @@ class Scrubber:
                 return
             found = list(slab_findings(self._second, said, rows.fingerprints))
             if any(each.kind == MEDIA for each in found):
-                self._require_whole_device()
+                self._require_whole_drive(slab_extent(said.slab).drive)
             if any(each.kind in (MEDIA, BLOB) for each in found):
                 self._files.ledger.slabs.quarantine([self._files.inventory.slabs[slab_id]])
                 self._report.slabs_quarantined.append(slab_id)
@@ -269,12 +282,14 @@ class Scrubber:
         for each in found:
             self._custody.tell(each)
 
-    def _require_whole_device(self) -> None:
-        """Raises DeviceError unless the first and the last block of the region can be read: else
-        the device failed, is gone or was truncated, and that is no fault of one Segment's media."""
-        ends = copy_offsets(self._files.region.superblock.region_bytes)
+    def _require_whole_drive(self, number: int) -> None:
+        """Raises DeviceError unless the first and the last block of a region can be read: else the
+        drive failed, is gone or was truncated, and that is no fault of one Segment's media."""
+        member = self._files.region.members[number]
+        assert isinstance(member, Region), "what was read lies on a drive that is there"
+        ends = copy_offsets(member.superblock.region_bytes)
         block = aligned_bytes(2 * GRID_BYTES)
         starts = np.array([0, GRID_BYTES], np.int64)
         lengths = np.full(2, GRID_BYTES, np.int64)
         offsets = np.array([ends[0], ends[2]], np.int64)
-        self._files.region.device.read(offsets, Buffers(block, starts, lengths))
+        member.device.read(offsets, Buffers(block, starts, lengths))

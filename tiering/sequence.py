@@ -2,10 +2,13 @@
 
 Invariants:
 - views are frozen Segments, or their beginnings, that follow each other without a gap; the Tail
-  follows them. A Segment of the Tail belongs to this Sequence alone.
+  follows them. A Segment of the Tail belongs to this Sequence alone. They are one tuple, replaced
+  as a whole: who keeps something made of them sees by its identity whether it still holds.
 - Every Segment of the Tail but the last is full in each layer that has begun the next one.
 - tokens are the ids that the caller has named so far, from position 0 on.
 """
+
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +26,25 @@ class Sequence:
     def __init__(self, layers: int, provenance: Provenance = EXACT) -> None:
         self.layers = layers
         self.provenance = provenance
-        self.views: list[SegmentView] = []
+        self._views: tuple[SegmentView, ...] = ()
         self.tail: list[Segment] = []
         self.table = PageTable()
         self.tokens: Tokens = np.zeros(0, np.uint32)
         self.reserved_bytes = 0
         """HOT bytes that the pass in progress will still need for this Tail."""
+        self.all_hot_at: tuple[tuple[SegmentView, ...], int] | None = None
+        """Its views, and HOT's count of drops, when HOT held all of them in all layers."""
         self.pass_goes_straight = False
         """HOT has no room for this pass: it is sealed at its end, from the model's tensors."""
         self.closed = False
+
+    @property
+    def views(self) -> tuple[SegmentView, ...]:
+        return self._views
+
+    @views.setter
+    def views(self, views: Iterable[SegmentView]) -> None:
+        self._views = tuple(views)
 
     @property
     def sealed_tokens(self) -> int:
@@ -52,8 +65,8 @@ class Sequence:
     @property
     def between_passes(self) -> bool:
         """Every layer holds the same tokens."""
-        lengths = self.lengths
-        return bool((lengths == lengths[0]).all())
+        # No arrays: it is asked in every layer of every step.
+        return len(set(map(sum, zip(*(each.filled for each in self.tail), strict=True)))) <= 1
 
     @property
     def written(self) -> bool:

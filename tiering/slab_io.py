@@ -148,7 +148,6 @@ class SlabIO:
         sizes: Int64Array = np.array(lengths, np.int64)
         starts: Int64Array = np.cumsum(sizes) - sizes
         self.extents.space.write(np.array(offsets, np.int64), Buffers(memory, starts, sizes))
-        self.extents.counters.bytes_written += int(sizes.sum())
 
     def _rows(self, draft: _Draft) -> NewSlab:
         created = draft.identity.created / 1e6

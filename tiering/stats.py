@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtier.tiering.store_core import StoreCore
@@ -21,6 +22,8 @@ class StoreStats:
     direct_io_reason: str
     region_path: str
     region_bytes: int
+    missing_regions: tuple[str, ...]
+    """Of several drives those that are not there: what lies on them is a miss until they are."""
     device_bytes: int
     """Bytes of the region that are in use: Extents of Segments, slabs of Blobs, records of names
     and models."""
@@ -30,7 +33,18 @@ class StoreStats:
     host_bytes: int
     host_limit_bytes: int
     bytes_read: int
+    """By Segments and Blobs that were asked for."""
     bytes_written: int
+    """All that the device was asked to write: payloads, headers, records, what is erased."""
+    bytes_on_their_way: int
+    """Of payloads whose write was started and whose outcome nobody has looked at."""
+    catalog_bytes: int
+    catalog_growth_bytes: int
+    """Of the catalog's files. Negative where they shrank."""
+    kv_bytes_stored: int
+    """Of Segments that were committed and Blobs that were sealed: each byte of KV once."""
+    write_amplification: float | None
+    """Bytes written, and by which the catalog grew, over kv_bytes_stored. None: nothing stored."""
     tokens_looked_up: int
     tokens_matched: int
     tokens_matched_hot: int
@@ -39,9 +53,17 @@ class StoreStats:
     """What HOT or HOST had in every layer. The rest was read from the drive."""
     damaged_extents: int
     failed_reads: int
+    failed_writes: int
+    """Layers of Segments that the device did not take."""
+    pages_ahead: int
+    """Pages that were read ahead of attention."""
+    pages_ahead_in_vain: int
+    """Of these, given up before they were used, or not as they should be."""
     pages_evicted: int
     """From HOT."""
     segments: int
+    segments_unavailable: int
+    """Of these, how many lie on a drive that is missing."""
     segments_evicted: int
     """From the drive."""
     blobs: int
@@ -54,12 +76,24 @@ class StoreStats:
     held_bytes: int
     hold_limit_bytes: int
 
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def catalog_bytes(path: str) -> int:
+    """Bytes of a catalog's files: the database and its write-ahead log."""
+    files = [Path(f"{path}{suffix}") for suffix in ("", "-wal")]
+    return sum(each.stat().st_size for each in files if each.exists())
+
 
 def collect(store: StoreCore) -> StoreStats:
     """The numbers of an open store. Callers hold its lock."""
     device = store._files.region.device
     hot, host = store._residency.hot.tier, store._residency.host.tier
-    counters = store._extents.counters
+    counters, catalog = store._extents.counters, catalog_bytes(store._files.catalog.path)
+    written = device.traffic.bytes_written - store._bytes_written_before
+    growth = catalog - store._catalog_bytes_at_open
+    stored = store._committer.kv_bytes + store._blobs.sealed_bytes
     return StoreStats(
         store_uuid=store._files.region.store_uuid,
         fingerprint=store.fingerprint.hex,
@@ -67,23 +101,33 @@ def collect(store: StoreCore) -> StoreStats:
         direct_io=device.direct_io,
         direct_io_reason=device.direct_io_reason,
         region_path=device.path,
-        region_bytes=device.capacity_bytes,
-        device_bytes=store._files.allocator.used_bytes,
+        region_bytes=store._files.region.nbytes,
+        missing_regions=tuple(each.path for each in store._files.region.missing),
+        device_bytes=store._files.allocator.used_bytes - store._extent_writer.refused_bytes,
         hot_bytes=hot.used_bytes,
         hot_bytes_max=hot.used_bytes_max,
         hot_limit_bytes=hot.limit_bytes,
         host_bytes=host.used_bytes,
         host_limit_bytes=host.limit_bytes,
         bytes_read=counters.bytes_read,
-        bytes_written=counters.bytes_written,
+        bytes_written=written,
+        bytes_on_their_way=store._ledger.started.nbytes,
+        catalog_bytes=catalog,
+        catalog_growth_bytes=growth,
+        kv_bytes_stored=stored,
+        write_amplification=(written + max(growth, 0)) / stored if stored else None,
         tokens_looked_up=store._restorer.tokens_looked_up,
         tokens_matched=store._restorer.tokens_matched,
         tokens_matched_hot=store._restorer.matched_in_hot,
         tokens_matched_host=store._restorer.matched_in_host,
         damaged_extents=counters.damaged_extents,
         failed_reads=counters.failed_reads,
-        pages_evicted=store._mover.pages_evicted,
+        failed_writes=store._extent_writer.failed_writes,
+        pages_ahead=store._mover.ahead.pages,
+        pages_ahead_in_vain=store._mover.ahead.pages_in_vain,
+        pages_evicted=store._room.pages_evicted,
         segments=len(store._registry.committed),
+        segments_unavailable=sum(e.unavailable for e in store._registry.committed.values()),
         segments_evicted=store._space.segments_evicted,
         blobs=len(store._blobs),
         blobs_unsealed=store._blobs.unsealed,

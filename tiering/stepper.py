@@ -6,7 +6,7 @@ Invariants:
 - Work is in one place: ready, waiting for a buffer, waiting for its batch, or in the worker's
   hands for a heavy step. Whatever ends it, its generator was run to its end or closed.
 - Given up, work gives back what it has in the next turn, without anything else being asked for;
-  only the buffer of a batch in flight follows when the batch is done.
+  only the memory of a batch in flight follows when the batch is done.
 """
 
 import asyncio
@@ -19,9 +19,19 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvtier.errors import ClosedError
-from kvtier.io.device import Device
+from kvtier.io.device import Device, PendingBatch
 from kvtier.tiering.process_lock import ProcessLock
-from kvtier.tiering.steps import BUFFER_WAIT_S, NeedsBuffer, Pause, Read, Step, Steps, at_once
+from kvtier.tiering.steps import (
+    BUFFER_WAIT_S,
+    NeedsBuffer,
+    Pause,
+    Start,
+    Step,
+    Steps,
+    Wait,
+    at_once,
+    start,
+)
 
 T = TypeVar("T")
 
@@ -47,6 +57,8 @@ class _Work:
         self.discard = discard
         self.failure: BaseException | None = None
         """What its next step gets thrown in."""
+        self.batch: PendingBatch | None = None
+        """What its next step gets sent."""
         self.need: NeedsBuffer | None = None
         self.deadline = 0.0
         self.in_worker = False
@@ -205,6 +217,7 @@ class Stepper:
     def _step(self, work: _Work) -> Step | None:
         """Take one step; None when there are no more. Called with the store's lock held."""
         failure, work.failure = work.failure, None
+        batch, work.batch = work.batch, None
         try:
             with self._lock:
                 if work.future.cancelled():
@@ -214,7 +227,7 @@ class Stepper:
                     self._require_open()
                 except ClosedError as error:
                     failure = error
-                return next(work.steps) if failure is None else work.steps.throw(failure)
+                return work.steps.send(batch) if failure is None else work.steps.throw(failure)
         except StopIteration as end:
             self._in_loop(work, partial(self._set_result, work, end.value))
         except BaseException as error:
@@ -236,8 +249,10 @@ class Stepper:
             work.ended = True
         elif work.future.cancelled():
             self._ready.appendleft(work)
-        elif isinstance(step, Read):
-            self._start_read(work, step)
+        elif isinstance(step, Start):
+            self._start_batch(work, step)
+        elif isinstance(step, Wait):
+            self._wait_for(work, step.batch)
         elif isinstance(step, NeedsBuffer):
             if work.need is None:
                 work.deadline = time.monotonic() + BUFFER_WAIT_S
@@ -253,21 +268,28 @@ class Stepper:
 
     # ---- batches ----------------------------------------------------------------------------
 
-    def _start_read(self, work: _Work, read: Read) -> None:
+    def _start_batch(self, work: _Work, step: Start) -> None:
         work.need = None
+        self._ready.append(work)
         try:
-            batch = self._device.start_read(read.offsets, read.buffers)
+            batch = start(step, self._device)
         except BaseException as error:
             # Whatever it is, the work ends by it, and its waiter hears of it.
             work.failure = error
-            self._ready.append(work)
             return
-        read.piece.used_by(batch)
-        self._waiting.add(work)
+        work.batch = batch
         self._batches += 1
+        batch.when_done(partial(self._from_any_thread, self._on_landed))
 
-        def landed() -> None:
-            self._batches -= 1
+    def _on_landed(self) -> None:
+        self._batches -= 1
+        self._schedule()
+
+    def _wait_for(self, work: _Work, batch: PendingBatch) -> None:
+        work.need = None
+        self._waiting.add(work)
+
+        def done() -> None:
             try:
                 batch.result()
             except BaseException as error:
@@ -275,7 +297,7 @@ class Stepper:
                 work.failure = error
             self._back(work)
 
-        batch.when_done(partial(self._from_any_thread, landed))
+        batch.when_done(partial(self._from_any_thread, done))
 
     def _from_any_thread(self, call: Callable[[], None]) -> None:
         try:

@@ -7,7 +7,7 @@ is closed early gives back what it has.
 """
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum
@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 
 from kvtier.errors import DeviceError, KvtierError
 from kvtier.io.buffers import BufferPiece, BufferPool
-from kvtier.io.device import Buffers, Device, Int64Array
+from kvtier.io.device import Buffers, Device, Int64Array, PendingBatch, Priority
 
 T = TypeVar("T")
 
@@ -26,12 +26,12 @@ _BUFFER_LOOK_S = 0.001
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Read:
-    """Needs buffers[i], pieces of `piece`, filled from offsets[i]. Gets thrown in what
-    `Device.read` raises."""
+    """buffers[i], to be filled from offsets[i]. used_by: told of the batch that does it before
+    anything else happens, so that the memory is not used for anything else until it is done."""
 
     offsets: Int64Array
     buffers: Buffers
-    piece: BufferPiece
+    used_by: Callable[[PendingBatch], object]
 
     def alone(self, index: int) -> "Read":
         """One of its requests."""
@@ -40,8 +40,24 @@ class Read:
         return Read(
             self.offsets[one],
             Buffers(buffers.memory, buffers.starts[one], buffers.lengths[one]),
-            self.piece,
+            self.used_by,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """Needs a read to be under way. Gets its batch sent; or thrown in what `Device.start_read`
+    raises."""
+
+    read: Read
+    priority: Priority = Priority.DEMAND
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wait:
+    """Needs a batch to be done. Gets thrown in what its `result` raises."""
+
+    batch: PendingBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,8 +77,9 @@ class Pause(Enum):
     """What comes next takes so much processor time that no event loop should be kept from it."""
 
 
-Step: TypeAlias = Read | NeedsBuffer | Pause
-Steps: TypeAlias = Generator[Step, None, T]
+Step: TypeAlias = Start | Wait | NeedsBuffer | Pause
+Steps: TypeAlias = Generator[Step, PendingBatch | None, T]
+"""Who drives it sends the batch of a Start, and None after every other step."""
 
 
 def _unbounded() -> int:
@@ -74,15 +91,19 @@ class Reading:
     """How one kind of caller reads.
 
     buffers: where its bounce buffers come from. batch_bytes, units_max: bounds of one batch; a
-    single larger unit is a batch of its own. shared: others act between the steps.
-    spare_bytes: how much of HOT may still be taken for units that are on their way.
+    single larger unit is a batch of its own. flights_max: batches under way at once, so that the
+    device is busy while what landed is checked. shared: others act between the steps.
+    spare_bytes: how much of HOT may still be taken for units that are on their way. priority: of
+    its reads.
     """
 
     buffers: BufferPool
     batch_bytes: int
     units_max: int = 1 << 62
+    flights_max: int = 3
     shared: bool = False
     spare_bytes: Callable[[], int] = _unbounded
+    priority: Priority = Priority.DEMAND
 
     def piece(self, nbytes: int) -> Steps[BufferPiece]:
         """A bounce buffer, when there is one. Raises CapacityError."""
@@ -91,30 +112,46 @@ class Reading:
         return piece
 
 
-def whole(read: Read) -> Steps[None]:
-    """A batch of reads, and one by one what failed in it.
+def started(read: Read, priority: Priority = Priority.DEMAND) -> Steps[PendingBatch]:
+    """A batch of reads, under way."""
+    batch = yield Start(read, priority)
+    assert batch is not None, "whoever drives a generator sends the batch that it started"
+    return batch
 
-    The kernel may send requests that lie side by side as one, which then fail as one though only
-    one block is bad. `Device.read` sees to that itself; a batch on an event loop does not. Raises
-    DeviceError for what fails alone.
+
+def whole(read: Read) -> Steps[None]:
+    """A batch of reads from its begin to its end, and one by one what failed in it.
+
+    Raises DeviceError for what fails alone.
     """
+    batch = yield from started(read)
     try:
-        yield read
+        yield Wait(batch)
         return
     except DeviceError as error:
-        if len(read.offsets) < 2 or not error.failures:
+        if not error.failures:
             raise
         failed = error
-    again: list[tuple[int, int]] = []
-    for index, _ in failed.failures:
+    again = yield from apart((index, read.alone(index)) for index, _ in failed.failures)
+    if again:
+        raise DeviceError(str(failed), again[0][1], again)
+
+
+def apart(reads: Iterable[tuple[int, Read]]) -> Steps[list[tuple[int, int]]]:
+    """Read each alone what failed in a batch; (its number, errno) of what fails alone as well.
+
+    The kernel may send requests that lie side by side as one, which then fail as one though only
+    one block is bad. Raises DeviceError where the device as a whole fails.
+    """
+    failures: list[tuple[int, int]] = []
+    for number, read in reads:
         try:
-            yield read.alone(index)
+            yield Wait((yield from started(read)))
         except DeviceError as error:
             if not error.failures:
                 raise
-            again.append((index, error.failures[0][1]))
-    if again:
-        raise DeviceError(str(failed), again[0][1], again)
+            failures.append((number, error.failures[0][1]))
+    return failures
 
 
 def at_once(call: Callable[[], T]) -> Steps[T]:
@@ -126,21 +163,17 @@ def at_once(call: Callable[[], T]) -> Steps[T]:
 def run(steps: Steps[T], device: Device) -> T:
     """Drive the work to its end on this thread, waiting for whatever it needs."""
     failure: KvtierError | None = None
+    batch: PendingBatch | None = None
     waits_until = 0.0
     with closing(steps):
         while True:
             try:
-                step = next(steps) if failure is None else steps.throw(failure)
+                step = steps.send(batch) if failure is None else steps.throw(failure)
             except StopIteration as end:
                 result: T = end.value
                 return result
-            failure = None
-            if isinstance(step, Read):
-                try:
-                    device.read(step.offsets, step.buffers)
-                except KvtierError as error:
-                    failure = error
-            elif isinstance(step, NeedsBuffer):
+            failure = batch = None
+            if isinstance(step, NeedsBuffer):
                 waits_until = waits_until or time.monotonic() + BUFFER_WAIT_S
                 if time.monotonic() > waits_until:
                     failure = step.pool.shortage(step.nbytes, BUFFER_WAIT_S)
@@ -148,3 +181,18 @@ def run(steps: Steps[T], device: Device) -> T:
                     time.sleep(_BUFFER_LOOK_S)
                 continue
             waits_until = 0.0
+            try:
+                if isinstance(step, Start):
+                    batch = start(step, device)
+                elif isinstance(step, Wait):
+                    device.wait(step.batch)
+            except KvtierError as error:
+                failure = error
+
+
+def start(step: Start, device: Device) -> PendingBatch:
+    """Bring about what a Start needs. Raises what `Device.start_read` raises."""
+    read = step.read
+    batch = device.start_read(read.offsets, read.buffers, step.priority)
+    read.used_by(batch)
+    return batch

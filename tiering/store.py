@@ -12,9 +12,11 @@ Invariants:
 import math
 import time
 
+import numpy as np
 import torch
 
 from kvtier.errors import ConfigError, DeviceError, FormatError
+from kvtier.tiering import stored_ranges
 from kvtier.tiering.chain import Tokens, as_tokens
 from kvtier.tiering.fingerprint import EXACT, Provenance
 from kvtier.tiering.holds import hold_end
@@ -43,22 +45,101 @@ class Store(StoreCore):
         """A new, empty Sequence."""
         with self._lock:
             self._require_open()
-            sequence = Sequence(len(self.geometry.layers), provenance)
-            self._own.add(sequence)
-            return sequence
+            return self._new_sequence(provenance)
 
-    def resume(self, tokens: object, *, provenance: Provenance = EXACT) -> Sequence:
+    def _new_sequence(self, provenance: Provenance) -> Sequence:
+        sequence = Sequence(len(self.geometry.layers), provenance)
+        self._own.add(sequence)
+        return sequence
+
+    def resume(
+        self, tokens: object, *, provenance: Provenance = EXACT, lazily: bool = False
+    ) -> Sequence:
         """A Sequence that begins with the longest stored prefix of `tokens`, maybe none of it.
 
         Its `length()` says how much was found. What fails its check is not part of a match. As
-        much of it as fits is brought into HOT.
+        much of it as fits is brought into HOT. lazily: layer by layer while `attend` goes through
+        the layers, so that the first can begin at once. Then only headers are checked here, and
+        `attend` raises DeviceError or FormatError where the rest is not as it should be; what was
+        found so is out of use afterwards.
+        """
+        wanted = as_tokens(tokens)
+        with self._lock:
+            self._require_open(is_urgent=True)
+            sequence = self._new_sequence(provenance)
+            self._restorer.resume(sequence, wanted, lazily=lazily)
+            return sequence
+
+    def extend(self, sequence: Sequence, tokens: object) -> int:
+        """Go on with what is stored of `tokens` from the end of a Sequence on; returns its length.
+
+        This is for what lies behind a hole (`holes`), once the hole was computed and appended. A
+        stored Segment is attached where it begins, with all checks of `resume`, and what follows
+        it. The Tail is sealed for it, in memory. tokens: all of the Sequence's and what may
+        follow. Raises ConfigError where they are not the Sequence's, or during a pass.
+        """
+        wanted = as_tokens(tokens)
+        with self._lock:
+            self._require_open(sequence, is_urgent=True)
+            sequence.require_between_passes()
+            held = sequence.length()
+            if len(sequence.tokens) < held or len(wanted) < held:
+                raise ConfigError(
+                    f"extend needs the ids of all {held} tokens of this sequence: "
+                    f"{len(sequence.tokens)} are named, {len(wanted)} given. Call name_tokens"
+                )
+            sequence.declare(wanted[:held])
+            views = self._restorer.walk(sequence, wanted)
+            starts = {view.segment.start for view in stored_ranges.sound(views, held)}
+            ends = {view.end for view in views if stored_ranges.is_whole_loss(view)}
+            if held in starts | ends:
+                # Also where a lost Segment ended: what was computed can then take its place.
+                self._writer.freeze(sequence)
+            if held in starts:
+                self._restorer.extend(sequence, wanted)
+            return sequence.length()
+
+    def graft(self, sequence: Sequence, other: Sequence) -> None:
+        """Have a Sequence go on upon what `other` holds instead of what lies before its own Tail:
+        the same tokens, computed or loaded anew because the old ones are lost. During a pass too.
+        `other` is released. Raises ConfigError where it holds other tokens."""
+        with self._lock:
+            self._require_open(sequence)
+            self._require_open(other)
+            self._writer.freeze(other)
+            sealed = sequence.sealed_tokens
+            if other.length() != sealed or not np.array_equal(
+                other.tokens[:sealed], sequence.tokens[:sealed]
+            ):
+                raise ConfigError(
+                    f"{other.length()} tokens cannot take the place of {sealed} sealed ones, or "
+                    "are not the same"
+                )
+            before, sequence.views, other.views = sequence.views, other.views, ()
+            if sequence.tail:
+                sequence.tail[0].parent = sequence.views[-1] if sequence.views else None
+            # Of what was computed, something may be written by nobody yet.
+            self._writer.growing.add(sequence)
+            for view in before:
+                self._registry.release(view.segment)
+            self.release(other)
+
+    def stored(self, tokens: object, *, provenance: Provenance = EXACT) -> list[tuple[int, int]]:
+        """Ranges [start, end) of `tokens` that are stored, those behind holes too. Reads no KV."""
+        wanted = as_tokens(tokens)
+        with self._lock:
+            self._require_open()
+            return stored_ranges.ranges(self._restorer.stored(provenance, wanted)[0])
+
+    def holes(self, tokens: object, *, provenance: Provenance = EXACT) -> list[tuple[int, int]]:
+        """Ranges of `tokens` that are lost before others that are stored, as they were cut.
+
+        Computed in these pieces, each followed by `extend`, they take the places of what was lost.
         """
         wanted = as_tokens(tokens)
         with self._lock:
             self._require_open()
-            sequence = self.sequence(provenance)
-            self._restorer.resume(sequence, wanted)
-            return sequence
+            return self._restorer.stored(provenance, wanted)[1]
 
     def lookup(self, tokens: object, *, provenance: Provenance = EXACT) -> int:
         """How many tokens of `tokens` are stored, from the first one on. Reads no KV."""
@@ -129,7 +210,7 @@ class Store(StoreCore):
         when their last layer arrives, if their tokens are named. Raises ConfigError,
         CapacityError, DeviceError.
         """
-        with self._lock, torch.no_grad():
+        with self._lock:
             self._require_open(sequence)
             completed = self._writer.append(sequence, layer, as_tensor(keys), as_tensor(values))
             if completed:
@@ -153,8 +234,8 @@ class Store(StoreCore):
         1 / sqrt(key_width) unless given. Raises ConfigError, DeviceError, and FormatError for
         damaged bytes.
         """
-        with self._lock, torch.no_grad():
-            self._require_open(sequence)
+        with self._lock:
+            self._require_open(sequence, is_urgent=True)
             self._require_layer(layer)
             width = self.geometry.layers[layer].key_width
             asked = Query(
@@ -178,7 +259,7 @@ class Store(StoreCore):
         Raises ConfigError, DeviceError, and FormatError for damaged bytes.
         """
         with self._lock:
-            self._require_open(sequence)
+            self._require_open(sequence, is_urgent=True)
             self._require_layer(layer)
             try:
                 return self._reader.rows(sequence, layer)

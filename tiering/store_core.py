@@ -8,7 +8,7 @@ Invariants:
 import logging
 import uuid
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Self
 from weakref import WeakSet
@@ -20,8 +20,10 @@ from kvtier.tiering.background_scrub import background_scrub
 from kvtier.tiering.blobs import BlobShelf, blob_key, blob_view
 from kvtier.tiering.committer import Committer, add_fingerprint
 from kvtier.tiering.config import Config
+from kvtier.tiering.costs import COSTS
 from kvtier.tiering.drive_space import DriveSpace
 from kvtier.tiering.extent_io import ExtentIO, Owner, bounce_bytes
+from kvtier.tiering.extent_writer import ExtentWriter
 from kvtier.tiering.fingerprint import Fingerprint
 from kvtier.tiering.frames import MemoryTier
 from kvtier.tiering.geometry import Geometry
@@ -35,9 +37,11 @@ from kvtier.tiering.registry import Registry
 from kvtier.tiering.removal import plan_clear, plan_removal
 from kvtier.tiering.residency import Residency
 from kvtier.tiering.restorer import Restorer
+from kvtier.tiering.room import Room
 from kvtier.tiering.scrubber import RATE_DEFAULT, Scrubber
 from kvtier.tiering.sequence import Sequence
-from kvtier.tiering.stats import StoreStats, collect
+from kvtier.tiering.stats import StoreStats, catalog_bytes, collect
+from kvtier.tiering.stats_file import StatsFile
 from kvtier.tiering.transfer import Mover
 from kvtier.tiering.writer import Writer, hot_bytes_min
 
@@ -64,7 +68,11 @@ class StoreCore:
         self._files = files
         self._lock = ProcessLock("this store")
         self._closed = False
+        # Making a region writes its first mebibyte, which is no cost of what is stored.
+        self._bytes_written_before = region.device.traffic.bytes_written
         self._scrubber: Scrubber | None = None
+        self.before_close: set[Callable[[], None]] = set()
+        """Ends what threads of others still do with this store; called without its lock."""
         self._to_release: deque[list[Sequence]] = deque()
         self._own: WeakSet[Sequence] = WeakSet()
         buffers = BufferPool(bounce_bytes(geometry))
@@ -77,23 +85,34 @@ class StoreCore:
         self._residency = Residency(geometry, hot, host)
         self._registry = Registry(ledger, self._residency)
         self._space = DriveSpace(allocator, ledger, self._registry)
-        self._extents = ExtentIO(geometry, owner, region.device, self._space, buffers, placement)
-        self._mover = Mover(geometry, self._residency, self._extents)
-        self._writer = Writer(geometry, self._residency, self._mover, self._extents, self._registry)
+        self._extents = ExtentIO(geometry, owner, region.device, self._space, buffers)
+        self._extent_writer = ExtentWriter(self._extents, self._residency, placement)
+        self._extents.finish_writes = self._extent_writer.finish
+        self._room = Room(geometry, self._residency)
+        self._mover = Mover(geometry, self._residency, self._room, self._extents)
+        self._registry.on_unused = self._mover.ahead.forget
+        self._writer = Writer(
+            geometry, self._residency, self._mover, self._extent_writer, self._registry
+        )
         self._reader = Reader(geometry, self._residency, self._mover)
         self._restorer = Restorer(
             geometry, self._residency, self._mover, self._extents, self._registry, ledger
         )
-        self._holds = Holds(ledger, config.hold_limit_bytes(allocator.end - allocator.start))
+        self.costs = self._restorer.costs
+        """What loading and computing take here, as measured."""
+        self.costs.restore(self._costs_path, fingerprint.hex)
+        self._holds = Holds(ledger, config.hold_limit_bytes(allocator.window_bytes))
         self._fingerprint_id = add_fingerprint(files, self._space, fingerprint, geometry)
         self._committer = Committer(
-            self._registry, ledger, self._space, self._extents, self._fingerprint_id
+            self._registry, ledger, self._space, self._extent_writer, self._fingerprint_id
         )
         own = [row for row in files.rows if row.fingerprint_id == self._fingerprint_id]
         files.rows.clear()
         self._registry.load(own, len(geometry.layers))
         self._blobs = BlobShelf(self._extents, ledger, self._fingerprint_id)
         self._blobs.load()
+        self._catalog_bytes_at_open = catalog_bytes(files.catalog.path)
+        self._stats_file = StatsFile(Path(files.catalog.path).parent, region.store_uuid)
 
     @classmethod
     def open(
@@ -263,9 +282,12 @@ class StoreCore:
             self._require_open()
             return collect(self)
 
-    def _require_open(self, sequence: Sequence | None = None) -> None:
+    def _require_open(self, sequence: Sequence | None = None, *, is_urgent: bool = False) -> None:
+        """is_urgent: somebody waits for bytes, and not for the file of numbers as well."""
         if self._closed:
             raise ClosedError("this store was closed")
+        if not is_urgent:
+            self._stats_file.write_when_due(lambda: collect(self).to_dict())
         while self._to_release:
             for each in self._to_release.popleft():
                 if not each.closed:
@@ -281,7 +303,7 @@ class StoreCore:
         sequence.reserved_bytes = 0
         for segment in [*(view.segment for view in sequence.views), *sequence.tail]:
             self._registry.release(segment)
-        sequence.views, sequence.tail = [], []
+        sequence.views, sequence.tail = (), []
 
     def close(self) -> None:
         """Seal Blobs, then release everything. Tokens of a Tail that was not saved are forgotten.
@@ -293,6 +315,8 @@ class StoreCore:
         if self._scrubber is not None:
             # Before the lock is taken: its thread may be waiting for it.
             self._scrubber.stop()
+        for end in list(self.before_close):
+            end()
         with self._lock.to_close():
             if self._closed:
                 return
@@ -303,9 +327,14 @@ class StoreCore:
             finally:
                 self._files.close()
 
+    @property
+    def _costs_path(self) -> Path:
+        return Path(self._files.catalog.path).parent / COSTS
+
     def _seal_and_settle(self) -> None:
         """What fails here must not keep the store from being closed."""
         path = self._files.region.path
+        self.costs.keep(self._costs_path, self.fingerprint.hex)
         try:
             self._blobs.flush()
         except KvtierError as error:
@@ -315,6 +344,7 @@ class StoreCore:
         except KvtierError as error:
             # Times of use are all that is lost.
             _log.warning("closing %s: %s", path, error)
+        self._stats_file.write(collect(self).to_dict(), is_open=False)
 
     def __enter__(self) -> Self:
         return self

@@ -26,11 +26,14 @@ from kvtier.errors import (
     VersionMismatch,
     WrongStoreError,
 )
+from kvtier.io.calibration_file import CALIBRATION
 from kvtier.io.catalog import Catalog
 from kvtier.io.catalog_blobs import BlobTables
 from kvtier.io.durability import sync_directory
 from kvtier.io.lock import StoreLock
-from kvtier.io.superblock import DATA_START, copy_offsets
+from kvtier.io.region_place import RegionPlace
+from kvtier.io.superblock import DATA_START, REGIONS_MAX, copy_offsets
+from kvtier.tiering.stats_file import STATS
 
 SETTINGS = "store.yaml"
 CATALOG = "catalog.sqlite"
@@ -44,7 +47,10 @@ CATALOG_FILES = {
     for name in (CATALOG, f"{CATALOG}.new")
     for suffix in ("", "-journal", "-wal", "-shm")
 }
-OWN_FILES = {*CATALOG_FILES, LOCK, REGION, f"{SETTINGS}.new"}
+OWN_FILES = {
+    *(*CATALOG_FILES, LOCK, REGION, f"{SETTINGS}.new"),
+    *(STATS, f"{STATS}.new", CALIBRATION, f"{CALIBRATION}.new"),
+}
 LOST = f"{CATALOG}.lost-"
 REBUILT = f"{CATALOG}.rebuilt"
 RECOVERED = (LOST, REBUILT)
@@ -54,15 +60,20 @@ that holds them held a store, and nobody may begin a new one in it."""
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a store must know to find its region. region_path: relative to the directory, or
-    absolute for a device."""
+    """What a store must know to find its regions. regions: in the order of their numbers, with
+    paths relative to the directory, or absolute for devices."""
 
     store_uuid: str
-    region_path: str
-    region_bytes: int
+    regions: tuple[RegionPlace, ...]
 
-    def region_file(self, directory: Path) -> str:
-        return os.fspath(directory / self.region_path)
+    @property
+    def region_bytes(self) -> int:
+        """Of all regions."""
+        return sum(each.nbytes for each in self.regions)
+
+    def places(self, directory: Path) -> list[RegionPlace]:
+        """The regions, with paths that need no directory."""
+        return [RegionPlace(os.fspath(directory / each.path), each.nbytes) for each in self.regions]
 
 
 def is_store(directory: Path) -> bool:
@@ -120,20 +131,30 @@ def _parse_settings(data: Any, path: Path) -> Settings:
         raise TypeError(f"layout_version is no whole number but of type {type(version).__name__}")
     if version != LAYOUT_VERSION:
         raise VersionMismatch(f"{path}: the store", version, LAYOUT_VERSION)
-    region = data["region"]
-    store_uuid, region_path, region_bytes = data["store_uuid"], region["path"], region["bytes"]
+    store_uuid = data["store_uuid"]
+    regions = data["regions"] if "regions" in data else [data["region"]]
     # A digit that became another character may turn text into a number or the reverse.
-    if not isinstance(store_uuid, str) or not isinstance(region_path, str) or not region_path:
-        raise TypeError("store_uuid and region.path are text, and not empty")
-    if "\0" in region_path:
-        raise ValueError("region.path holds a zero byte")
-    if type(region_bytes) is not int or region_bytes <= 0:
-        raise TypeError("region.bytes is no size in bytes")
+    if not isinstance(store_uuid, str):
+        raise TypeError("store_uuid is text")
+    if not isinstance(regions, list) or not 1 <= len(regions) <= REGIONS_MAX:
+        raise TypeError(f"regions is no list of 1 to {REGIONS_MAX}")
+    places = tuple(map(_parse_region, regions))
     try:
         own = uuid.UUID(store_uuid)
     except ValueError as error:
         raise ValueError("store_uuid is no UUID") from error
-    return Settings(str(own), region_path, region_bytes)
+    return Settings(str(own), places)
+
+
+def _parse_region(region: Any) -> RegionPlace:
+    path, nbytes = region["path"], region["bytes"]
+    if not isinstance(path, str) or not path:
+        raise TypeError("the path of a region is text, and not empty")
+    if "\0" in path:
+        raise ValueError("the path of a region holds a zero byte")
+    if type(nbytes) is not int or nbytes <= 0:
+        raise TypeError("the bytes of a region are no size in bytes")
+    return RegionPlace(path, nbytes)
 
 
 @contextmanager
@@ -149,12 +170,10 @@ def typed(path: str | Path) -> Iterator[None]:
 
 def write_settings(directory: Path, settings: Settings) -> None:
     """Write the settings so that a crash leaves none or all of them."""
+    regions = [{"path": each.path, "bytes": each.nbytes} for each in settings.regions]
+    own: dict[str, Any] = {"regions": regions} if len(regions) > 1 else {"region": regions[0]}
     text = yaml.safe_dump(
-        {
-            "layout_version": LAYOUT_VERSION,
-            "store_uuid": settings.store_uuid,
-            "region": {"path": settings.region_path, "bytes": settings.region_bytes},
-        },
+        {"layout_version": LAYOUT_VERSION, "store_uuid": settings.store_uuid, **own},
         sort_keys=False,
     )
     new = directory / f"{SETTINGS}.new"

@@ -1,116 +1,66 @@
-"""Moves Pages between tiers: the one place that applies what the eviction policy plans.
+"""Brings Pages into HOT, from HOST, from the drive and from a model's tensors.
 
 Invariants:
-- A unit (layer, slot) leaves HOT only when a valid copy is on NVME.
 - Room is made, and Frames are taken, before bytes are read; a unit is in HOT whole or not at all.
-- Frames of units on their way are in no TierMap. They go back when the load ends early; what the
-  device still writes into is a bounce buffer and never a Frame.
+- Frames of units on their way are in no TierMap, and belong to their Flight. They go back when the
+  load ends early, but not before the device is done with them.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from itertools import chain
 
 import numpy as np
 import torch
 
 from kvtier.errors import CapacityError
-from kvtier.io.buffers import BufferPiece
-from kvtier.tiering.eviction import Usage, plan_eviction
-from kvtier.tiering.extent_io import ExtentIO, Unit, UnitWrite, batches
-from kvtier.tiering.frames import FrameArray
+from kvtier.tiering.ahead import ReadAhead
+from kvtier.tiering.extent_io import ExtentIO, Unit, batches
+from kvtier.tiering.extent_writer import UnitWrite
+from kvtier.tiering.flight import Flight, Flights, Flying
+from kvtier.tiering.frame_runs import FrameArray
+from kvtier.tiering.frames import bits_of
 from kvtier.tiering.geometry import PAGE_TOKENS, Geometry, pages_of
 from kvtier.tiering.packing import gather, pack, rearranged, scatter
-from kvtier.tiering.residency import NO_FRAME, Residency, TierMap
+from kvtier.tiering.residency import NO_FRAME, Residency, SlotArray
+from kvtier.tiering.room import Newcomers, Room, move_up
 from kvtier.tiering.segment import Segment
+from kvtier.tiering.sequence import Sequence as Stream
 from kvtier.tiering.steps import Pause, Reading, Steps, run
 
 HEAVY_BYTES = 1 << 20
 """A unit larger than this takes a millisecond or so to check and copy."""
+HEAVY_BYTES_IN_PLACE = 8 << 20
+"""The same where it need not be copied."""
+TURN_BYTES = 1 << 20
+"""Bytes of units that are checked, where others wait for their turn, before it is theirs."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Flying:
-    """A unit on its way into Frames [heads, pages] that were taken for it."""
-
-    unit: Unit
-    frames: FrameArray
+def _places(units: Sequence[Unit]) -> tuple[SlotArray, SlotArray]:
+    """Layers and slots of units."""
+    layers = np.array([unit.layer for unit in units], np.int64)
+    return layers, np.array([unit.segment.slot for unit in units], np.int64)
 
 
 class Mover:
     """Applies movements between HOT, HOST and NVME. Callers hold the store's lock."""
 
-    def __init__(self, geometry: Geometry, residency: Residency, extents: ExtentIO) -> None:
+    def __init__(
+        self, geometry: Geometry, residency: Residency, room: Room, extents: ExtentIO
+    ) -> None:
         self.geometry = geometry
         self.residency = residency
+        self.room = room
         self.extents = extents
-        self.pages_evicted = 0
-        self.flying_bytes = 0
-        """Bytes of the Frames of units on their way."""
-        self.frame_bytes = np.array(
-            [geometry.frame_bytes(layer) for layer in range(len(geometry.layers))], np.int64
-        )
+        self.flights = Flights(geometry, residency, extents)
+        self.ahead = ReadAhead(self.flights, room)
 
-    def unit_frames_bytes(self, unit: Unit) -> int:
-        """Bytes of the Frames that a whole unit needs."""
-        return self.geometry.frames_bytes(unit.layer, unit.segment.token_count)
-
-    # ---- making room ------------------------------------------------------------------------
-
-    def make_room(self, needed_bytes: int, *, idle_only: bool = False) -> bool:
-        """Evict clean Pages until HOT has needed_bytes free. False: there is not that much."""
-        return self._free_up(self.residency.hot, needed_bytes, idle_only=idle_only)
-
-    def _free_up(self, tier: TierMap, needed_bytes: int, *, idle_only: bool) -> bool:
-        missing = needed_bytes - tier.tier.free_bytes
-        if missing <= 0:
-            return True
-        if needed_bytes > tier.tier.limit_bytes:
-            return False
-        victims = plan_eviction(self._usage(tier), missing, idle_only=idle_only)
-        if victims.freed_bytes < missing:
-            return False
-        for layer, slot in zip(victims.layers.tolist(), victims.slots.tolist(), strict=True):
-            if tier is self.residency.hot:
-                self._keep_in_host(layer, slot)
-                self.pages_evicted += int(tier.pages[layer, slot])
-            tier.drop(layer, slot)
-        return True
-
-    def _usage(self, tier: TierMap) -> Usage:
-        residency = self.residency
-        evictable = (tier.pages > 0) & (residency.leases == 0) & residency.on_nvme
-        layers, slots = np.nonzero(evictable)
-        return Usage(
-            layers,
-            slots,
-            tier.pages[layers, slots] * self.frame_bytes[layers],
-            tier.used_at[layers, slots],
-            residency.last_pass_began,
-        )
-
-    def _keep_in_host(self, layer: int, slot: int) -> None:
-        """Copy a unit that leaves HOT to HOST, where HOST can have room for it."""
-        hot, host = self.residency.hot, self.residency.host
-        needed = int(hot.pages[layer, slot]) * int(self.frame_bytes[layer])
-        if host.pages[layer, slot] or not self._free_up(host, needed, idle_only=False):
-            return
-        host.used_at[layer, slot] = hot.used_at[layer, slot]
-        self._copy(layer, slot, hot, host)
-
-    @staticmethod
-    def _copy(layer: int, slot: int, source: TierMap, target: TierMap) -> None:
-        held = source.frames[layer][slot]
-        heads = held.shape[0]
-        pages = int(source.pages[layer, slot]) // heads
-        frames = target.tier.take(layer, heads * pages).reshape(heads, pages)
-        rows = torch.from_numpy(held[:, :pages].reshape(-1).astype(np.int64))
-        target.tier.memory(layer).index_copy_(
-            0,
-            torch.from_numpy(frames.reshape(-1)),
-            source.tier.memory(layer).index_select(0, rows),
-        )
-        target.put(layer, slot, 0, frames)
+    @property
+    def flying_bytes(self) -> int:
+        """Bytes of the Frames of units on their way, but for those read ahead."""
+        self.flights.reap()
+        return self.flights.frames_bytes - self.ahead.air_bytes
 
     # ---- into HOT ---------------------------------------------------------------------------
 
@@ -120,99 +70,219 @@ class Mover:
         Stops early where HOT has no room (with idle_only: none that is free or idle). Raises
         FormatError or DeviceError for bytes that cannot be had, after marking their Segments.
         """
-        layers = np.array([unit.layer for unit in units], np.int64)
-        slots = np.array([unit.segment.slot for unit in units], np.int64)
+        layers, slots = _places(units)
         done = len(units)
         if not self.residency.hot.pages[layers, slots].all():
             loading = self.loading(units, self.extents.blocking, idle_only=idle_only)
             done = run(loading, self.extents.device)
+        self.ahead.used(layers[:done], slots[:done])
         self.residency.touch(layers[:done], slots[:done])
         return done
 
     def touch(self, units: Sequence[Unit]) -> None:
         """These units are used now."""
-        layers = np.array([unit.layer for unit in units], np.int64)
-        slots = np.array([unit.segment.slot for unit in units], np.int64)
-        self.residency.touch(layers, slots)
+        self.residency.touch(*_places(units))
+
+    def lease(self, units: Sequence[Unit]) -> AbstractContextManager[None]:
+        """A promise not to evict these while the block runs."""
+        return self.residency.lease(*_places(units))
+
+    # ---- read ahead -------------------------------------------------------------------------
+
+    def read_on(self, stream: Stream, layer: int, rest: Iterable[Unit]) -> None:
+        """While a part of a layer is attended to, which is leased: begin to read the `rest` of it,
+        and then the layers behind it, as far as there is room."""
+        self.ahead.go_on(chain(rest, self._behind(stream, layer)))
+
+    def read_on_behind(self, stream: Stream, layer: int, slots: SlotArray) -> None:
+        """The same while all of a layer, in HOT at these slots, is attended to."""
+        if self.ahead.held_bytes:
+            self.ahead.used(np.full(len(slots), layer), slots)
+        if stream.all_hot_at != (stream.views, sum(self.residency.hot.drops)):
+            with self.residency.lease(np.full(len(slots), layer), slots):
+                self.read_on(stream, layer, ())
+
+    def _behind(self, stream: Stream, layer: int) -> Iterator[Unit]:
+        """What HOT lacks of the layers behind this one: behind the last come those of the next
+        step, and at the end this one."""
+        hot, views = self.residency.hot, stream.views
+        now = views, sum(hot.drops)
+        if not views or stream.all_hot_at == now:
+            return
+        slots = np.array([view.segment.slot for view in views], np.int64)
+        ends = np.array([view.end for view in views], np.int64)
+        some = False
+        count = len(self.geometry.layers)
+        for behind in [*range(layer + 1, count), *range(layer + 1)]:
+            window = self.geometry.layers[behind].window
+            first = 0 if window is None else stream.length(behind) + 1 - window
+            missing = (hot.pages[behind, slots] == 0) & (ends > first)
+            for index in np.flatnonzero(missing).tolist():
+                some = True
+                yield Unit(views[index].segment, behind)
+        if not some:
+            stream.all_hot_at = now
+
+    # ---- into HOT, in steps -----------------------------------------------------------------
 
     def loading(self, units: Sequence[Unit], reading: Reading, *, idle_only: bool) -> Steps[int]:
         """What `load` does, in steps. Callers see to it that their Segments keep their slots."""
+        yield from self.ahead.landing(units)
         sizes = [
             extent.length if (extent := unit.segment.extents[unit.layer]) else 0 for unit in units
         ]
         done = 0
+        flights: deque[Flight] = deque()
         # Making room for a later unit must not evict an earlier one.
         with ExitStack() as leases:
-            for part in batches(sizes, reading.batch_bytes, reading.units_max):
-                yield Pause.SHORT
-                flying: list[_Flying] = []
-                piece = None
-                if not all(self._is_hot(unit) for unit in units[part]):
-                    piece = yield from reading.piece(sum(sizes[part]))
-                try:
-                    secured = self._secure(units[part], flying, leases, reading, idle_only)
-                    if piece is not None:
-                        yield from self._fill(flying, piece, reading)
-                finally:
-                    for each in flying:
-                        self._give(each)
-                    if piece is not None:
-                        piece.give_back()
-                done += secured
-                if secured < part.stop - part.start:
-                    break
+            try:
+                for part in batches(sizes, reading.batch_bytes, reading.units_max):
+                    yield Pause.SHORT
+                    while len(flights) >= reading.flights_max:
+                        yield from self._land(flights, reading)
+                    flights.append(Flight(self.extents))
+                    secured = self._secure(units[part], flights[-1], leases, reading, idle_only)
+                    yield from self._begin(flights, reading)
+                    done += secured
+                    if secured < part.stop - part.start:
+                        break
+                while flights:
+                    yield from self._land(flights, reading)
+            except GeneratorExit:
+                raise
+            except BaseException:
+                # Whoever comes next finds their Frames free again.
+                for flight in flights:
+                    yield from flight.settling()
+                raise
+            finally:
+                for flight in flights:
+                    self.flights.give_up(flight)
         return done
-
-    def _is_hot(self, unit: Unit) -> bool:
-        return bool(self.residency.hot.pages[unit.layer, unit.segment.slot])
 
     def _secure(
         self,
         units: Sequence[Unit],
-        flying: list["_Flying"],
+        flight: Flight,
         leases: ExitStack,
         reading: Reading,
         idle_only: bool,
     ) -> int:
-        """Have units in HOT, or Frames for them in `flying`; returns for how many there is room."""
-        hot, host = self.residency.hot, self.residency.host
-        for count, unit in enumerate(units):
-            layer, slot = unit.layer, unit.segment.slot
-            if not hot.pages[layer, slot]:
-                size = self.unit_frames_bytes(unit)
-                if size > reading.spare_bytes() or not self.make_room(size, idle_only=idle_only):
-                    return count
-                if host.pages[layer, slot]:
-                    self._copy(layer, slot, host, hot)
-                else:
-                    flying.append(_Flying(unit, self._take(unit)))
-                    self.flying_bytes += size
-            if reading.shared:
-                # A lease would last until others had their turn, who need room as well.
-                self.residency.touch(np.array([layer]), np.array([slot]))
+        """Have units in HOT, or with Frames in `flight`; returns for how many there is room."""
+        residency = self.residency
+        layers, slots = _places(units)
+        missing = np.flatnonzero(residency.hot.pages[layers, slots] == 0)
+        absent = [units[index] for index in missing.tolist()]
+        in_host = residency.host.pages[layers[missing], slots[missing]] > 0
+        self.extents.places(
+            [each for each, held in zip(absent, in_host.tolist(), strict=True) if not held]
+        )
+        total = sum(self.flights.unit_bytes(each) for each in absent)
+        newcomers = (layers, slots) if idle_only else None
+        count = len(units)
+        with ExitStack() as kept:
+            kept.enter_context(residency.lease(layers, slots))
+            if self._has_room(total, reading, newcomers):
+                self._bring(absent, flight)
             else:
-                leases.enter_context(self.residency.lease(np.array([layer]), np.array([slot])))
+                # One after the other, as far as it goes: later units may have to leave.
+                kept.close()
+                count = self._secure_singly(units, flight, kept, reading, newcomers)
+            if not reading.shared:
+                # What is shared is not leased: a lease would last until others had their turn.
+                leases.enter_context(kept.pop_all())
+        if reading.shared:
+            residency.touch(layers[:count], slots[:count])
+        return count
+
+    def _secure_singly(
+        self,
+        units: Sequence[Unit],
+        flight: Flight,
+        kept: ExitStack,
+        reading: Reading,
+        newcomers: Newcomers | None,
+    ) -> int:
+        for index, unit in enumerate(units):
+            kept.enter_context(self.residency.lease(*_places([unit])))
+            if self.flights.is_hot(unit):
+                continue
+            if not self._has_room(self.flights.unit_bytes(unit), reading, newcomers):
+                return index
+            self._bring([unit], flight)
         return len(units)
 
-    def _fill(self, flying: list["_Flying"], piece: BufferPiece, reading: Reading) -> Steps[None]:
-        """Read what is on its way, and put it into its Frames unit by unit."""
-        if not flying:
-            return
-        blocks = yield from self.extents.reading([each.unit for each in flying], piece)
-        for block in blocks:
-            yield Pause.HEAVY if len(block) > HEAVY_BYTES else Pause.SHORT
-            each = flying[0]
-            unit = each.unit
-            if self._is_hot(unit):
-                # Somebody else brought it meanwhile.
-                self._give(flying.pop(0))
-                continue
-            payload = self.extents.payload(unit, block)
-            del flying[0]
-            self.flying_bytes -= self.unit_frames_bytes(unit)
-            self._put(unit, each.frames, payload)
+    def _bring(self, units: Sequence[Unit], flight: Flight) -> None:
+        """Have units in HOT, where there is room for them, or with Frames in `flight`."""
+        if self.residency.host.tier.used_bytes:
+            held = self.residency.host.pages
+            upper = [each for each in units if held[each.layer, each.segment.slot]]
+            for unit in upper:
+                move_up(unit.layer, unit.segment.slot, self.residency)
+            units = [each for each in units if each not in upper]
+        self.flights.add(flight, units)
+
+    def _has_room(self, needed_bytes: int, reading: Reading, newcomers: Newcomers | None) -> bool:
+        return needed_bytes <= reading.spare_bytes() and self.make_room(needed_bytes, newcomers)
+
+    def _begin(self, flights: "deque[Flight]", reading: Reading) -> Steps[None]:
+        """Let the last flight begin. While there is no buffer for it, others land."""
+        flight = flights[-1]
+        needed = flight.bounce_bytes
+        if needed:
+            while (piece := reading.buffers.take(needed)) is None and len(flights) > 1:
+                yield from self._land(flights, reading)
+            flight.bounce(piece or (yield from reading.piece(needed)))
+        yield from flight.starting(reading.priority)
+
+    def _land(self, flights: "deque[Flight]", reading: Reading) -> Steps[None]:
+        """Wait for the first flight, and bring its units into HOT."""
+        flight = flights[0]
+        failed = yield from flight.landing()
+        if failed:
+            raise self.extents.blame_unread([(each.unit, errno) for each, errno in failed.items()])
+        checked: list[Flying] = []
+        try:
+            yield from self._check(flight, checked, reading)
+        finally:
+            # Also where one of them is damaged, or the work is given up: the others are read.
+            self.flights.arrive(flight, checked)
+        if reading.shared:
+            self.residency.touch(*_places([each.unit for each in checked]))
+        self.flights.give_up(flights.popleft())
+
+    def _check(self, flight: Flight, checked: list[Flying], reading: Reading) -> Steps[None]:
+        """Check what a flight brought, and note in `checked` what is sound."""
+        nbytes = 0
+        for each in flight.flying:
             if reading.shared:
-                self.residency.touch(np.array([unit.layer]), np.array([unit.segment.slot]))
+                size = each.shape.frames_bytes
+                nbytes += size
+                if size > (HEAVY_BYTES if each.bounced else HEAVY_BYTES_IN_PLACE):
+                    yield Pause.HEAVY
+                elif nbytes > TURN_BYTES:
+                    yield Pause.SHORT
+                    nbytes = size
+                if self.flights.is_hot(each.unit):
+                    # Somebody else brought it meanwhile.
+                    continue
+            with self.extents.blaming(each.unit):
+                self.flights.check(each)
+            checked.append(each)
+
+    def make_room(self, needed_bytes: int, newcomers: Newcomers | None = None) -> bool:
+        """What `Room.make` does, at the cost of what was read ahead if need be: its Frames are
+        waited for. newcomers: what must not cost anybody who is in use, nor that."""
+        all_back = self.flights.reap()
+        if self.room.make(needed_bytes, idle_only=newcomers is not None, newcomers=newcomers):
+            return True
+        if newcomers is not None or (all_back and not self.ahead.held_bytes):
+            return False
+        self.ahead.give_up()
+        self.flights.wait()
+        return self.room.make(needed_bytes)
+
+    # ---- Frames -----------------------------------------------------------------------------
 
     def _take(self, unit: Unit) -> FrameArray:
         """New Frames [heads, pages] for a whole unit."""
@@ -220,11 +290,6 @@ class Mover:
         heads = layout.layer.kv_heads
         frames = self.residency.hot.tier.take(unit.layer, heads * layout.pages)
         return frames.reshape(heads, layout.pages)
-
-    def _give(self, flying: "_Flying") -> None:
-        """Give Frames back that nothing was put into."""
-        self.flying_bytes -= self.unit_frames_bytes(flying.unit)
-        self.residency.hot.tier.give(flying.unit.layer, flying.frames.reshape(-1))
 
     def _put(self, unit: Unit, frames: FrameArray, payload: torch.Tensor) -> None:
         """Copy a payload into Frames that were taken, which are HOT's copy from now on."""
@@ -237,7 +302,7 @@ class Mover:
         """Have a unit that was just written in HOT as well, where there can be room for it (with
         idle_only: where that costs only idle Pages)."""
         unit = write.unit
-        if not self.make_room(self.unit_frames_bytes(unit), idle_only=idle_only):
+        if not self.room.make(self.flights.unit_bytes(unit), idle_only=idle_only):
             return
         self._place_tensors(write)
         self.residency.touch(np.array([unit.layer]), np.array([unit.segment.slot]))
@@ -271,22 +336,18 @@ class Mover:
         have = int(hot.pages[layer, segment.slot]) // shape.kv_heads
         missing = pages_of(last) - have
         if missing > 0:
-            needed = missing * shape.kv_heads * int(self.frame_bytes[layer])
+            needed = missing * shape.kv_heads * int(self.room.frame_bytes[layer])
             if not self.make_room(needed):
                 tier = hot.tier
                 raise CapacityError(tier.name, needed, tier.free_bytes, tier.limit_bytes)
             frames = hot.tier.take(layer, shape.kv_heads * missing)
             hot.put(layer, segment.slot, have, frames.reshape(shape.kv_heads, missing))
-        memory = hot.tier.memory(layer)
-        split = PAGE_TOKENS * shape.key_width
-        rows = memory.shape[0]
-        key_rows = memory[:, :split].view(rows, PAGE_TOKENS, shape.key_width)
-        value_rows = memory[:, split:].view(rows, PAGE_TOKENS, shape.value_width)
+        key_rows, value_rows = hot.tier.token_rows(layer)
         places = np.arange(first, last)
-        frames = hot.frames[layer][segment.slot][:, places // PAGE_TOKENS].astype(np.int64)
-        index = torch.from_numpy(frames), torch.from_numpy(places % PAGE_TOKENS)
-        key_rows[index] = keys
-        value_rows[index] = values
+        frames = hot.frames[layer][segment.slot][:, places // PAGE_TOKENS]
+        in_page = places % PAGE_TOKENS
+        key_rows[frames, in_page] = bits_of(keys)
+        value_rows[frames, in_page] = bits_of(values)
         segment.filled[layer] = last
 
     def tensors(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,13 +4,18 @@ It shares the format's parser with the read path, and takes no lock: a store tha
 writing may be verified; what was committed before is what is checked.
 """
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from kvtier.errors import ConfigError, DeviceError, FormatError
 from kvtier.io.catalog import Catalog, SegmentRow
-from kvtier.io.extent import Extent
+from kvtier.io.device import Device
+from kvtier.io.drives import Drives, MissingDrive
+from kvtier.io.extent import Extent, drive_start
 from kvtier.io.probe import open_device
-from kvtier.io.region import Region
+from kvtier.io.region import Region, root_of
+from kvtier.io.region_place import RegionPlace
 from kvtier.tiering import store_files
 from kvtier.tiering.blob_verifier import check_slabs
 from kvtier.tiering.catalog_check import CatalogRows, check_rows
@@ -25,26 +30,65 @@ def verify(path: str | Path) -> Report:
     directory = Path(path)
     settings = store_files.read_settings(directory)
     report = Report()
-    with store_files.open_catalog(directory, settings, read_only=True) as catalog:
+    with (
+        store_files.open_catalog(directory, settings, read_only=True) as catalog,
+        ExitStack() as stack,
+    ):
         rows = CatalogRows.read(catalog)
         sound = check_rows(rows, report)
-        region_path = settings.region_file(directory)
-        if region_state(region_path, settings.region_bytes) == MISSING:
-            report.add("region", region_path, region_advice(MISSING, settings.region_bytes))
+        members = _open_drives(settings.places(directory), settings.store_uuid, report, stack)
+        if all(isinstance(each, MissingDrive) for each in members):
             return report
-        try:
-            device = open_device(region_path, writable=False)
-        except DeviceError as error:
-            report.add("region", region_path, without_place(error, region_path))
-            return report
-        try:
-            checker = ExtentChecker(device, settings.store_uuid, report)
-            _check_region(checker, settings.store_uuid, settings.region_bytes)
-            _check_extents(checker, catalog, rows, sound)
-            check_slabs(checker, catalog, rows)
-        finally:
-            device.close()
+        device = members[0] if len(members) == 1 else Drives(members)
+        checker = ExtentChecker(device, settings.store_uuid, report)
+        for number, (member, place) in enumerate(zip(members, settings.regions, strict=True)):
+            if not isinstance(member, MissingDrive):
+                _check_region(checker, drive_start(number), member, place.nbytes)
+        _check_extents(checker, catalog, rows, sound)
+        check_slabs(checker, catalog, rows)
     return report
+
+
+def _open_drives(
+    places: Sequence[RegionPlace], store_uuid: str, report: Report, stack: ExitStack
+) -> list[Device | MissingDrive]:
+    """The store's regions by number, opened for reading; what is wrong with them is reported."""
+    found: list[Device | MissingDrive] = []
+    for place in places:
+        try:
+            if region_state(place.path, place.nbytes) == MISSING:
+                raise DeviceError(region_advice(MISSING, place.nbytes, len(places)))
+            found.append(open_device(place.path, writable=False))
+            stack.callback(found[-1].close)
+        except DeviceError as error:
+            why = without_place(error, place.path)
+            report.add("region", place.path, why)
+            found.append(MissingDrive(place.path, place.nbytes, why))
+    if len(places) == 1:
+        return found
+    # A drive that cannot say which one it is stays where the settings name it.
+    wanted = [_number(device, store_uuid, len(places)) for device in found]
+    ordered: dict[int, Device | MissingDrive] = {}
+    for number, device in zip(wanted, found, strict=True):
+        if number is not None and number not in ordered:
+            ordered[number] = device
+    for number, device in enumerate(found):
+        if device not in ordered.values():
+            free = [each for each in range(len(places)) if each not in ordered]
+            ordered[number if number in free else free[0]] = device
+    return [ordered[number] for number in range(len(places))]
+
+
+def _number(device: Device | MissingDrive, store_uuid: str, count: int) -> int | None:
+    """Which region of this store a device carries, as its superblock says."""
+    if isinstance(device, MissingDrive):
+        return None
+    try:
+        root = root_of(device)
+    except (FormatError, DeviceError, ConfigError):
+        return None
+    is_own = (root.store_uuid, root.region_count) == (store_uuid, count)
+    return root.region_index if is_own and root.region_index < count else None
 
 
 def _check_extents(
@@ -71,26 +115,29 @@ def _check_extents(
         checker.report.findings += records.get((place.whose, place.extent), [])
 
 
-def _check_region(checker: ExtentChecker, store_uuid: str, region_bytes: int) -> None:
-    device, report = checker.device, checker.report
-    if device.capacity_bytes < region_bytes:
-        report.add(
+def _check_region(checker: ExtentChecker, start: int, device: Device, nbytes: int) -> None:
+    """start: of this region, in bytes of the checker's device."""
+    if device.capacity_bytes < nbytes:
+        checker.report.add(
             "region",
             device.path,
-            f"{device.capacity_bytes} bytes, made with {region_bytes}: it was truncated",
+            f"{device.capacity_bytes} bytes, made with {nbytes}: it was truncated",
         )
-    check_superblocks(checker, store_uuid)
+    check_superblocks(checker, start, device)
 
 
-def check_superblocks(checker: ExtentChecker, store_uuid: str) -> None:
-    """Report damaged copies of the superblock, and bytes around them that are not zeros."""
-    device, report = checker.device, checker.report
+def check_superblocks(checker: ExtentChecker, start: int, device: Device) -> None:
+    """Report damaged copies of the superblock, and bytes around them that are not zeros.
+
+    start: of this region, in bytes of the checker's device. device: the one that it lies on.
+    """
+    report = checker.report
     try:
         # Not closed as a Region: the device is still needed, and the caller closes it.
-        region = Region.open(device, store_uuid, writable=False)
+        region = Region.open(device, checker.store_uuid, writable=False)
     except (FormatError, DeviceError, ConfigError) as error:
         report.add("superblock", device.path, without_place(error, device.path))
         return
     for note in region.notes:
         report.add("superblock", device.path, note.replace(f" of {device.path}", ""))
-    checker.check_reserved(region.superblock.region_bytes)
+    checker.check_reserved(start, region.superblock.region_bytes)

@@ -1,21 +1,25 @@
 """The write path: tokens into the Tail's Frames, complete layers of Segments onto the device.
 
 Invariants:
-- Dirty Pages are those of Tails, and of Tails that a fork froze and nobody has written yet.
+- Dirty Pages are those of Tails, of Tails that a fork froze and nobody has written yet, and of
+  what was one of these and is on its way to the device.
   Together with what passes in progress will still need, they leave room in HOT for one whole
   unit, so that reading can always go on.
 - Room for a whole pass is secured when the pass begins, in its first layer, because only between
   passes can a Tail be sealed to make room.
 """
 
+from itertools import groupby
+
 import numpy as np
 import torch
 
 from kvtier.errors import ConfigError
 from kvtier.tiering.extent_format import extent_bytes
-from kvtier.tiering.extent_io import ExtentIO, Unit, UnitWrite
+from kvtier.tiering.extent_io import Unit
+from kvtier.tiering.extent_writer import ExtentWriter, UnitWrite
 from kvtier.tiering.geometry import SEGMENT_TOKENS, Geometry, pages_of
-from kvtier.tiering.packing import TORCH_DTYPES
+from kvtier.tiering.packing import require_rows
 from kvtier.tiering.registry import Registry
 from kvtier.tiering.residency import Residency
 from kvtier.tiering.segment import Segment, SegmentView
@@ -47,7 +51,7 @@ class Writer:
         geometry: Geometry,
         residency: Residency,
         mover: Mover,
-        extents: ExtentIO,
+        extents: ExtentWriter,
         registry: Registry,
     ) -> None:
         self.geometry = geometry
@@ -69,7 +73,7 @@ class Writer:
         keys [kv_heads, n, key_width], values [kv_heads, n, value_width], of the store's dtype.
         Raises ConfigError, CapacityError (HOT or region full), DeviceError.
         """
-        self._check(layer, keys, values)
+        require_rows(self.geometry, layer, keys, values)
         count = keys.shape[1]
         if sequence.between_passes:
             self._secure_room(sequence, count)
@@ -79,6 +83,10 @@ class Writer:
         self._last_layer = layer
         self.growing.add(sequence)
         begun = len(sequence.tail)
+        if begun == 1 and sequence.tail[0].filled[layer] + count < sequence.tail[0].token_count:
+            # Most steps of a decode: nothing begins, and nothing is completed.
+            self._append_to_frames(sequence, sequence.tail[0], layer, keys, values)
+            return False
         parts = self._parts(sequence, layer, count)
         completed = [
             self._completed(Unit(segment, layer), keys[:, part], values[:, part])
@@ -121,34 +129,23 @@ class Writer:
         return UnitWrite(unit, keys, values)
 
     def _settle(self, write: UnitWrite) -> None:
-        """After a complete unit was written: it is clean, and its Frames are as on the device."""
+        """After the write of a complete unit began: HOT has it as the device will, or not at
+        all."""
         segment, layer = write.unit.segment, write.unit.layer
         segment.filled[layer] = segment.token_count
-        self.residency.on_nvme[layer, segment.slot] = True
         was_hot = bool(self.residency.hot.pages[layer, segment.slot])
         self.residency.hot.drop(layer, segment.slot)
         self.mover.keep(write, idle_only=not was_hot)
+        if was_hot and self.residency.hot.pages[layer, segment.slot]:
+            # It had its place among the dirty Pages, and keeps it until the drive has it.
+            self.residency.on_nvme[layer, segment.slot] = self.extents.is_on_device(write.unit)
+        else:
+            self.residency.on_nvme[layer, segment.slot] = True
 
     def forget(self, segments: list[Segment]) -> None:
         """Give up Segments that nobody else has seen."""
         for segment in segments:
             self.registry.forget(segment)
-
-    def _check(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if not 0 <= layer < len(self.geometry.layers):
-            raise ConfigError(f"layer {layer} of a model of {len(self.geometry.layers)} layers")
-        shape = self.geometry.layers[layer]
-        dtype = TORCH_DTYPES[self.geometry.dtype]
-        for name, given, width in (
-            ("keys", keys, shape.key_width),
-            ("values", values, shape.value_width),
-        ):
-            expected = (shape.kv_heads, keys.shape[1] if keys.ndim == 3 else -1, width)
-            if tuple(given.shape) != expected or given.dtype != dtype:
-                raise ConfigError(
-                    f"{name} of layer {layer} must be [{shape.kv_heads}, tokens, {width}] "
-                    f"{self.geometry.dtype}: got {list(given.shape)} {given.dtype}"
-                )
 
     def _begin_segment(self, sequence: Sequence, to_come: int) -> Segment:
         """A new Segment of the Tail. to_come: tokens of this pass that are not placed yet."""
@@ -178,20 +175,19 @@ class Writer:
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> None:
-        pages = int(self.residency.hot.pages[layer, segment.slot])
+        pages = self.residency.hot.pages[layer, segment.slot]
         self.mover.append(segment, layer, keys, values)
-        taken = int(self.residency.hot.pages[layer, segment.slot]) - pages
-        sequence.reserved_bytes = max(
-            0, sequence.reserved_bytes - taken * self.geometry.frame_bytes(layer)
-        )
-        self.residency.touch(np.array([layer]), np.array([segment.slot]))
+        taken = int(self.residency.hot.pages[layer, segment.slot] - pages)
+        taken_bytes = taken * self.geometry.frame_bytes(layer)
+        sequence.reserved_bytes -= min(sequence.reserved_bytes, taken_bytes)
+        self.residency.touch_unit(layer, segment.slot)
 
     def _write_from_frames(self, units: list[Unit]) -> None:
-        """Write units of frozen Segments that HOT alone has, as one batch."""
+        """Begin to write units of frozen Segments that HOT alone has. They stay dirty until the
+        drive has them. Raises CapacityError, DeviceError."""
         writes = [UnitWrite(unit, *self.mover.tensors(unit)) for unit in units]
         self.extents.write(writes)
         for write in writes:
-            self.residency.on_nvme[write.unit.layer, write.unit.segment.slot] = True
             self.mover.reorder(write)
 
     def _collect(self, sequence: Sequence) -> bool:
@@ -200,7 +196,7 @@ class Writer:
         while sequence.tail and min(sequence.tail[0].filled) == sequence.tail[0].token_count:
             segment = sequence.tail.pop(0)
             segment.freeze()
-            sequence.views.append(SegmentView(segment, segment.token_count))
+            sequence.views = (*sequence.views, SegmentView(segment, segment.token_count))
             moved = True
         return moved
 
@@ -213,8 +209,12 @@ class Writer:
         room = self.residency.hot.tier.limit_bytes - unit_bytes_max(self.geometry)
         needed = self._pass_bytes(sequence, count)
         if self._dirty_bytes() + needed > room:
+            # What is on its way is clean when it arrives.
+            self.extents.finish_all()
+        if self._dirty_bytes() + needed > room:
             for each in self._sealable():
                 self.seal(each)
+                self.extents.finish_segments([view.segment for view in each.views])
                 needed = self._pass_bytes(sequence, count)
                 if self._dirty_bytes() + needed <= room:
                     break
@@ -240,10 +240,9 @@ class Writer:
     def _dirty_bytes(self) -> int:
         """Bytes of Frames that hold the only copy of their Pages, of those promised, and of those
         that reads on their way will fill."""
-        hot = self.residency.hot
-        dirty = np.where(self.residency.on_nvme, 0, hot.pages).sum(axis=1)
+        dirty = np.einsum("ij,ij->i", self.residency.hot.pages, ~self.residency.on_nvme)
         promised = sum(each.reserved_bytes for each in self.growing)
-        return int(dirty @ self.mover.frame_bytes) + promised + self.mover.flying_bytes
+        return int(dirty @ self.mover.room.frame_bytes) + promised + self.mover.flying_bytes
 
     def spare_bytes(self) -> int:
         """Bytes of HOT that reads on their way may take beyond those they have, so that passes
@@ -257,11 +256,23 @@ class Writer:
             (
                 each
                 for each in self.growing
-                if each.between_passes and (each.tail or not each.written)
+                if each.between_passes and (each.tail or self._unwritten(each))
             ),
             key=lambda each: each.length() - each.sealed_tokens,
             reverse=True,
         )
+
+    def _unwritten(self, sequence: Sequence) -> list[Unit]:
+        """Units of frozen Segments that are not on the device and that HOT has. What the device
+        did not take may have left HOT: then it is lost."""
+        return [
+            Unit(view.segment, layer)
+            for view in sequence.views
+            if not view.segment.written
+            for layer in range(view.segment.layers)
+            if view.segment.extents[layer] is None
+            and self.residency.hot.pages[layer, view.segment.slot]
+        ]
 
     # ---- sealing ----------------------------------------------------------------------------
 
@@ -277,7 +288,7 @@ class Writer:
         assert len(sequence.tail) == 1, "complete Segments leave the Tail at once"
         segment = sequence.tail.pop()
         segment.freeze()
-        sequence.views.append(SegmentView(segment, segment.token_count))
+        sequence.views = (*sequence.views, SegmentView(segment, segment.token_count))
         return segment
 
     def seal(self, sequence: Sequence) -> None:
@@ -286,21 +297,22 @@ class Writer:
         self.write_out(sequence)
 
     def write_out(self, sequence: Sequence) -> None:
-        """Write every frozen Segment of a Sequence that exists in HOT alone, and anew what a flush
-        that failed may have lost."""
-        for view in sequence.views:
-            segment = view.segment
-            again = self.extents.may_be_lost(segment)
-            units = [Unit(segment, layer) for layer in range(segment.layers)]
-            self._write_from_frames([u for u in units if segment.extents[u.layer] is None])
-            if again:
-                # One by one: HOT need not have room for more. Room on the drive may take a flush,
-                # which may fail too: then it counts as lost once more.
-                epoch = self.extents.device.failed_flushes
-                for unit in units:
-                    self._take_back(unit)
-                    self._write_from_frames([unit])
-                segment.flush_epoch = epoch
+        """Begin to write every frozen Segment of a Sequence that exists in HOT alone, and write
+        anew what a flush that failed may have lost."""
+        lost = [view.segment for view in sequence.views if self.extents.may_be_lost(view.segment)]
+        unwritten = self._unwritten(sequence)
+        for _, some in groupby(unwritten, lambda unit: unit.segment.start):
+            self._write_from_frames(list(some))
+        for segment in lost:
+            # One by one: HOT need not have room for more. Room on the drive may take a flush,
+            # which may fail too: then it counts as lost once more.
+            epoch = self.extents.device.failed_flushes
+            for layer in range(segment.layers):
+                unit = Unit(segment, layer)
+                self._take_back(unit)
+                self._write_from_frames([unit])
+                self.extents.finish([unit])
+            segment.flush_epoch = epoch
 
     def unsaved_bytes(self, sequence: Sequence) -> int:
         """Bytes that the Extents of a Sequence take which no row of the catalog names yet."""
@@ -337,7 +349,7 @@ class Writer:
         if sequence.length() - sequence.sealed_tokens >= FORK_COPY_TOKENS_MAX:
             self.freeze(sequence)
         twin.tokens = sequence.tokens
-        twin.views = list(sequence.views)
+        twin.views = sequence.views
         for view in twin.views:
             view.segment.references += 1
         # What is shared but not written yet stays sealable when the original is gone.
@@ -362,7 +374,7 @@ class Writer:
         held = int(sequence.lengths.min())
         if not 0 <= length <= held:
             raise ConfigError(f"cannot crop to {length} tokens: {held} are held")
-        before = list(sequence.views), sequence.tail, sequence.tokens
+        before = sequence.views, sequence.tail, sequence.tokens
         sequence.tokens = sequence.tokens[:length]
         if length == held and sequence.between_passes:
             return []
@@ -370,11 +382,11 @@ class Writer:
         dropped = list(sequence.tail)
         sequence.tail = []
         while sequence.views and sequence.views[-1].end > length:
-            last = sequence.views.pop()
-            dropped.insert(0, last.segment)
+            dropped.insert(0, sequence.views[-1].segment)
+            sequence.views = sequence.views[:-1]
         cut = next((each for each in dropped if each.start < length), None)
         if cut is not None and cut.catalog_id is not None:
-            sequence.views.append(SegmentView(cut, length - cut.start))
+            sequence.views = (*sequence.views, SegmentView(cut, length - cut.start))
             dropped.remove(cut)
         elif cut is not None:
             kept = len(sequence.views)

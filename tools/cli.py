@@ -8,7 +8,7 @@ import typer
 
 from kvtier import __version__
 from kvtier.errors import KvtierError
-from kvtier.tools import operator_commands
+from kvtier.tools import bench_commands, operator_commands
 from kvtier.tools.command_parts import (
     EXIT_CODES,
     EXIT_FOUND,
@@ -53,7 +53,8 @@ DeviceOption = Annotated[
 ]
 RateOption = Annotated[str, typer.Option(metavar="SIZE", help="Bytes read per second.")]
 LostRegionOption = Annotated[
-    str | None, typer.Option(metavar="PATH", help="The region, if store.yaml is lost too.")
+    list[str] | None,
+    typer.Option(metavar="PATH", help="The region, or each of several, if store.yaml is lost too."),
 ]
 ReplaceOption = Annotated[bool, typer.Option("--force", help="Replace a catalog that can be read.")]
 OptionalStore = Annotated[
@@ -191,10 +192,53 @@ def rebuild(
     """Make a lost catalog anew from the region; exit code 1 if something did not come back."""
     from kvtier.tools import rebuild as room
 
-    report = room.rebuild(Path(store), region, force=force)
+    report = room.rebuild(Path(store), region or [], force=force)
     show(report.to_dict(), room.rebuild_text(report), as_json=as_json)
     if not report.ok:
         raise typer.Exit(EXIT_FOUND)
+
+
+@app.command(epilog=EXIT_CODES)
+def plan(
+    *,
+    model: Annotated[
+        str,
+        typer.Option(metavar="NAME|STORE|PATH", help="A known model, a store, or a config.json."),
+    ],
+    tokens: Annotated[int, typer.Option(help="Length of the context.")] = 32768,
+    device_gbps: Annotated[
+        float | None, typer.Option("--device-GBps", help="What the drive reads; else 7.")
+    ] = None,
+    tflops: Annotated[float, typer.Option(help="What the processor can do.")] = 200.0,
+    efficiency: Annotated[float, typer.Option(help="Part of it that a prefill reaches.")] = 0.5,
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="GBps,LATENCY|NAME", help="pcie4, pcie5, nvlink-c2c, cxl; 25,2us."),
+    ] = None,
+    selected: Annotated[
+        float, typer.Option(help="Part of the bytes that crosses the link, if chosen before it.")
+    ] = 1.0,
+    write_gbps: Annotated[
+        float | None, typer.Option("--write-GBps", help="Else half of what is read.")
+    ] = None,
+    reuses: Annotated[float, typer.Option(help="How often a stored context is loaded.")] = 1.0,
+    plot: Annotated[str | None, typer.Option(metavar="PATH", help="Draw a chart.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether to load a context or to compute it again, for hardware that need not be here.
+
+    Of a store, what loading and computing took on this machine is used instead of --tflops.
+    """
+    from kvtier.tools import plan as room
+    from kvtier.tools.text_table import terminal_width
+
+    hardware = room.Hardware(device_gbps, tflops, efficiency, *room.parse_link(link), selected)
+    found = room.forecast(model, tokens, hardware, write_gbps=write_gbps, reuses=reuses)
+    show(found.to_dict(), room.forecast_text(found, terminal_width()), as_json=as_json)
+    if plot is not None:
+        from kvtier.tools import plan_chart
+
+        plan_chart.draw(found, Path(plot))
 
 
 def _path(text: str | None) -> Path | None:
@@ -202,6 +246,7 @@ def _path(text: str | None) -> Path | None:
 
 
 app.add_typer(operator_commands.app)
+app.add_typer(bench_commands.app, name="bench")
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def _foreign(folder: Path) -> list[str]:
 def _check_sizes(options: DemoOptions) -> None:
     config = Config(region=options.region, hot=options.hot, force=options.force)
     # A size is parsed when it is asked for.
-    if config.region_bytes is None and not os.path.exists(config.region_path or ""):
+    if config.region_bytes is None and not all(map(os.path.exists, config.region_paths)):
         raise ConfigError(
             f"--region {options.region} does not exist: name a block device or an existing file, "
             "or a size such as '1GiB'"

@@ -14,7 +14,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvtier.io import probe
+from kvtier.io import calibration_file, probe
+from kvtier.io.calibration_file import Calibration
 from kvtier.tools.direct_io import DirectReport, try_device, try_folder
 from kvtier.tools.installing import install_extra
 from kvtier.tools.system_errors import typed
@@ -64,6 +65,8 @@ class Diagnosis:
     memlock_bytes: int | None
     store: str | None = None
     fingerprints: list[Fingerprint] = field(default_factory=list)
+    calibrations: dict[str, Calibration] = field(default_factory=dict)
+    """What was measured of the store's regions, by their paths."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -75,38 +78,44 @@ def diagnose(store: Path | None, device: str | None) -> Diagnosis:
     Raises KvtierError if `store` is named and is not a store.
     """
     fingerprints: list[Fingerprint] = []
+    calibrations: dict[str, Calibration] = {}
     region = device
-    direct: DirectReport | None = None
+    drives: list[DirectReport] = []
     if store is not None:
         from kvtier.tiering.listing import describe
-        from kvtier.tiering.region_state import MISSING, region_advice
+        from kvtier.tiering.region_state import MISSING
 
         description = describe(store)
+        calibrations = _measured(store, [each.path for each in description.regions])
         if region is None:
-            region = description.region_path
-            if description.region_state == MISSING:
-                advice = region_advice(MISSING, description.region_bytes)
-                direct = DirectReport(region, False, advice, None)
+            drives = [
+                _tried(each.path, each.state == MISSING, each.bytes, len(description.regions))
+                for each in description.regions
+            ]
         fingerprints = [
             Fingerprint(row.hex, row.description, row.segments, row.tokens)
             for row in description.fingerprints
         ]
-    if direct is None:
-        direct = try_device(region) if region is not None else try_folder(_here())
+    if not drives:
+        drives = [try_device(region) if region is not None else try_folder(_here())]
+    # Several drives are as good as the worst of them.
+    direct = next((each for each in drives if not each.usable), drives[0])
     reports = [*probe.engine_reports(), probe.gpu_report(), probe.memlock_report()]
+    reports.append(probe.huge_pages_report())
     names = {"gds": "GPUDirect Storage", "gpu": "NVIDIA GPU", "memlock": "pinned memory"}
     checks = [Check(names.get(r.engine, r.engine), r.usable, _reason(r)) for r in reports]
-    checks.insert(0, Check("O_DIRECT", direct.usable, f"{direct.path}: {direct.reason}"))
+    checks = [Check("O_DIRECT", e.usable, f"{e.path}: {e.reason}") for e in drives] + checks
     return Diagnosis(
         kernel=" ".join(os.uname()[i] for i in (0, 2, 4)),
         python=sys.version.split()[0],
         packages=_versions(),
         checks=checks,
-        choices=_choices(reports, direct),
+        choices=[*_engines(reports, calibrations), *_choices(reports, direct)],
         direct_io=direct,
         memlock_bytes=probe.memlock_bytes(),
         store=None if store is None else str(store),
         fingerprints=fingerprints,
+        calibrations=calibrations,
     )
 
 
@@ -145,6 +154,15 @@ def render(found: Diagnosis, line_width: int | None = None) -> str:
     return "\n".join(lines)
 
 
+def _tried(path: str, is_missing: bool, nbytes: int, regions: int) -> DirectReport:
+    """One region of a store. regions: how many it has."""
+    from kvtier.tiering.region_state import MISSING, region_advice
+
+    if is_missing:
+        return DirectReport(path, False, region_advice(MISSING, nbytes, regions), None)
+    return try_device(path)
+
+
 def _here() -> Path:
     with typed("look at the current directory"):
         return Path.cwd()
@@ -181,15 +199,38 @@ def _versions() -> dict[str, str | None]:
     return found
 
 
-def _choices(reports: list[probe.EngineReport], direct: DirectReport) -> list[Choice]:
+def _measured(store: Path, paths: list[str]) -> dict[str, Calibration]:
+    found = {path: calibration_file.load(store, path) for path in paths}
+    return {path: each for path, each in found.items() if each is not None}
+
+
+def _engines(
+    reports: list[probe.EngineReport], calibrations: dict[str, Calibration]
+) -> list[Choice]:
+    """How a store opened here reads and writes: as was measured, else with what works."""
+    purpose = "reads and writes"
+    ring = next(r for r in reports if r.engine == "io_uring")
+    chosen = [
+        Choice(
+            purpose if len(calibrations) == 1 else f"{purpose}, {path}",
+            f"{each.engine}, "
+            + (f"depth {each.depth}" if each.engine == "io_uring" else f"{each.workers} workers"),
+            f"{each.why}; a gap of up to {each.merge_gap_bytes} bytes is read along",
+        )
+        for path, each in calibrations.items()
+        if ring.usable or each.engine == "threads"
+    ]
+    if chosen:
+        return chosen
     engine = next(r for r in reports if r.engine in ("io_uring", "threads") and r.usable)
-    refused = next(r for r in reports if r.engine == "io_uring")
-    why = engine.reason if engine is refused else refused.reason
+    return [Choice(purpose, engine.engine, ring.reason)]
+
+
+def _choices(reports: list[probe.EngineReport], direct: DirectReport) -> list[Choice]:
     gpu = next(r for r in reports if r.engine == "gpu")
     cpu = "this release computes on the CPU"
     page_cache = "bypassed" if direct.usable else "in the way"
     return [
-        Choice("reads and writes", engine.engine, why),
         Choice("page cache", "no drive" if direct.in_memory else page_cache, direct.reason),
         Choice("hot tier", "host memory", f"{cpu}; {'a GPU is there' if gpu.usable else 'no GPU'}"),
         Choice("attention", "torch on the CPU", cpu),

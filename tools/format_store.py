@@ -1,4 +1,4 @@
-"""The command `kvtier format`: shows what a device carries, asks, and makes a store on it.
+"""The command `kvtier format`: shows what devices carry, asks, and makes a store on them.
 
 Invariants:
 - Nothing is written, in the store's directory either, before every refusal and question.
@@ -8,6 +8,7 @@ Invariants:
 
 import errno
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,40 +25,55 @@ from kvtier.tools.text_table import human_bytes
 
 @dataclass(frozen=True, slots=True)
 class Formatted:
-    """A new store. region_path: as the store names it. carried: what was on it, in words."""
+    """A new store. regions: their paths as the store names them. region_bytes: of all of them.
+    carried: what was on each, in words; none where the region is a new file."""
 
     store: str
     uuid: str
-    region_path: str
+    regions: list[str]
     region_bytes: int
-    carried: str | None
+    carried: list[str]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def format_store(directory: Path, region: str | None, *, force: bool, yes: bool) -> Formatted:
-    """Make a store with its region in a new file, or on the device or file that `region` names.
+def format_store(
+    directory: Path, region: str | Sequence[str] | None, *, force: bool, yes: bool
+) -> Formatted:
+    """Make a store with its region in a new file, or on the devices or files that `region` names.
 
-    region: a size, a path with a / in it, or None for a file of 4 GiB. Raises ConfigError (a store
-    is there already, not confirmed), ForeignDataError, DeviceError, CapacityError.
+    region: a size, a path with a / in it, several such paths, or None for a file of 4 GiB. Raises
+    ConfigError (a store is there already, not confirmed), ForeignDataError, DeviceError,
+    CapacityError.
     """
     config = Config(region, force=force)
     require_no_store(directory)
-    carried = None
-    if config.region_path is not None:
-        path = os.path.abspath(config.region_path)
+    views: list[DeviceView] = []
+    for path in map(os.path.abspath, config.region_paths):
         # Says more than a look at it where the path or its permissions are wrong.
         open_raw(path, writable=False, direct="off").close()
-        view = look_at(path)
-        carried = content_text(view)
-        _refuse(view, force)
-        _confirm(view, config.region_path, yes)
+        views.append(look_at(path))
+        _refuse(views[-1], force)
+    for view, typed in zip(views, config.region_paths, strict=True):
+        _confirm(view, typed, yes)
     settings = make_store(directory, config)
-    path = settings.region_file(directory)
     return Formatted(
-        os.fspath(directory), settings.store_uuid, path, settings.region_bytes, carried
+        os.fspath(directory),
+        settings.store_uuid,
+        [each.path for each in settings.places(directory)],
+        settings.region_bytes,
+        list(map(content_text, views)),
     )
+
+
+def chosen(devices: Sequence[str], region: str | None) -> str | Sequence[str] | None:
+    """The region as `Config` takes it, from arguments and option. Raises ConfigError."""
+    if not devices:
+        return region
+    if region is not None:
+        raise ConfigError(f"name drives ({', '.join(devices)}) or --region {region}, not both")
+    return devices
 
 
 def _refuse(view: DeviceView, force: bool) -> None:
@@ -104,17 +120,20 @@ def _confirm(view: DeviceView, typed: str, yes: bool) -> None:
         )
 
 
-def formatted_text(made: Formatted, asked_for: str | None) -> str:
-    """asked_for: the region as it was named."""
-    lines = [
-        f"store {made.uuid} in {made.store}",
-        f"region {made.region_path}: {human_bytes(made.region_bytes)}",
-    ]
-    if made.carried is not None and asked_for is not None:
-        if os.path.abspath(asked_for) != made.region_path:
+def formatted_text(made: Formatted, asked_for: Sequence[str]) -> str:
+    """asked_for: the paths as they were named; none where the region is a new file."""
+    size = human_bytes(made.region_bytes)
+    if len(made.regions) == 1:
+        lines = [f"store {made.uuid} in {made.store}", f"region {made.regions[0]}: {size}"]
+    else:
+        lines = [f"store {made.uuid} in {made.store}: {len(made.regions)} regions, {size}"]
+    for path, named, carried in zip(made.regions, asked_for, made.carried, strict=False):
+        if len(made.regions) > 1:
+            lines.append(f"region {path}")
+        if os.path.abspath(named) != path:
             lines.append(
-                f"named by a link that stays with the device, because {asked_for} may be another "
+                f"named by a link that stays with the device, because {named} may be another "
                 "one after the next boot"
             )
-        lines.append(f"it carried {made.carried}")
+        lines.append(f"it carried {carried}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Commands for who looks after a store: format, devices, rm, hold, unhold, export, import.
+"""Commands for who looks after a store: format, devices, stat, rm, hold, unhold, export, import.
 
 Each one parses its arguments here and does its work in a file of its own, imported when needed.
 """
@@ -30,6 +30,13 @@ YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask; for scripts.
 @stoppable()
 def format_store(
     store: StoreArgument,
+    devices: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[DEVICE]...",
+            help="Drives or files that it is spread over; or a region by --region.",
+        ),
+    ] = None,
     region: Annotated[
         str | None,
         typer.Option(
@@ -48,8 +55,9 @@ def format_store(
     """
     from kvtier.tools import format_store as room
 
-    made = room.format_store(Path(store), region, force=force, yes=yes)
-    show(made.to_dict(), room.formatted_text(made, region), as_json=as_json)
+    made = room.format_store(Path(store), room.chosen(devices or [], region), force=force, yes=yes)
+    named = devices or ([region] if region and made.carried else [])
+    show(made.to_dict(), room.formatted_text(made, named), as_json=as_json)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -60,6 +68,33 @@ def devices(as_json: JsonOption = False) -> None:
 
     found = room.find()
     show(room.to_dict(found), room.devices_text(found, terminal_width()), as_json=as_json)
+
+
+@app.command(epilog=EXIT_CODES)
+@stoppable()
+def stat(
+    store: StoreArgument,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Again every second, until it is stopped.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Count what a store holds, and show the live numbers of the process that has it open.
+
+    Write amplification among them: bytes that reached the drive over bytes of KV stored.
+    """
+    from kvtier.tools import store_stat as room
+
+    if not watch:
+        state = room.stat(Path(store))
+        show(state.to_dict(), room.stat_text(state), as_json=as_json)
+        return
+    for state in room.watch(Path(store)):
+        if as_json:
+            room.print_json_line(state)
+        else:
+            room.clear_screen()
+            print(room.stat_text(state), flush=True)
 
 
 @app.command("rm", epilog=EXIT_CODES)

@@ -1,5 +1,6 @@
 """The command `kvtier rebuild`: a lost catalog is made anew from the region."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.tiering.rebuilder import RebuildReport
@@ -8,14 +9,14 @@ from kvtier.tools.stages import stages
 from kvtier.tools.text_table import counted, human_bytes
 
 
-def rebuild(directory: Path, region: str | None, *, force: bool) -> RebuildReport:
+def rebuild(directory: Path, regions: Sequence[str], *, force: bool) -> RebuildReport:
     """Rebuild with progress on stderr. Raises as `rebuilder.rebuild`."""
     with stages(f"rebuilding the catalog of {directory}") as shown:
 
         def progress(done: int, total: int) -> None:
             shown.say(f"reading the region: {100 * done // max(total, 1)} %")
 
-        return make_anew(directory, region=region, force=force, progress=progress)
+        return make_anew(directory, regions=regions, force=force, progress=progress)
 
 
 def rebuild_text(report: RebuildReport) -> str:

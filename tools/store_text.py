@@ -1,6 +1,6 @@
 """What `kvtier ls` and `kvtier verify` print for people."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from kvtier.tiering.region_state import PRESENT, region_advice
@@ -25,12 +25,9 @@ def listing_text(
     """
     lines = [
         f"store {store.uuid}, catalog version {store.catalog_version}",
-        f"region {store.region_path}: {human_bytes(store.used_bytes)} used, "
-        f"{human_bytes(store.free_bytes)} free of {human_bytes(store.region_bytes)}",
+        *_regions(store, emphasis),
+        "",
     ]
-    if store.region_state != PRESENT:
-        lines.append(emphasis(region_advice(store.region_state, store.region_bytes)))
-    lines.append("")
     blobs = store.blobs
     if blobs.slabs:
         lines += [
@@ -46,6 +43,7 @@ def listing_text(
         lines += [table(("name", "tokens", "", "saved", "fingerprint"), rows, line_width), ""]
     prints = [(f.hex[:12], f.segments, f.tokens) for f in store.fingerprints]
     lines += [table(("fingerprint", "segments", "tokens"), prints, line_width), ""]
+    several = len(store.regions) > 1
     segments = [
         (
             s.id,
@@ -55,12 +53,32 @@ def listing_text(
             s.tokens,
             human_bytes(s.bytes),
             ",".join(s.tiers),
-            "quarantined" if s.quarantined else "",
+            *([",".join(map(str, s.drives))] if several else []),
+            "quarantined" if s.quarantined else "" if s.tiers else "missing",
         )
         for s in store.segments
     ]
-    heads = ("segment", "fingerprint", "provenance", "start", "tokens", "bytes", "tiers", "")
+    heads = ["segment", "fingerprint", "provenance", "start", "tokens", "bytes", "tiers"]
+    heads += ["region", ""] if several else [""]
     return "\n".join([*lines, table(heads, segments, line_width)] if segments else lines)
+
+
+def _regions(store: "StoreDescription", emphasis: Callable[[str], str]) -> Iterator[str]:
+    count = len(store.regions)
+    used = (
+        f"{human_bytes(store.used_bytes)} used, {human_bytes(store.free_bytes)} free of "
+        f"{human_bytes(store.region_bytes)}"
+    )
+    if count > 1:
+        yield f"{count} regions: {used}"
+    for number, region in enumerate(store.regions):
+        if count == 1:
+            yield f"region {region.path}: {used}"
+        else:
+            held = f"{human_bytes(region.used_bytes)} used of {human_bytes(region.bytes)}"
+            yield f"region {number} {region.path}: {held}"
+        if region.state != PRESENT:
+            yield emphasis(region_advice(region.state, region.bytes, count))
 
 
 def _out_of_use(slabs: int) -> str:
@@ -69,7 +87,7 @@ def _out_of_use(slabs: int) -> str:
 
 def _state(name: "NameEntry") -> str:
     """Whether it is damaged, and how long it is held."""
-    words = ["damaged"] if name.damaged else []
+    words = ["damaged"] if name.damaged else ["a drive of it is missing"] if name.missing else []
     if name.held:
         words.append("held" if name.held_until is None else f"held until {name.held_until}")
     return ", ".join(words)
@@ -84,6 +102,11 @@ def report_text(report: "Report") -> str:
         f"read {human_bytes(report.bytes_read)}"
     ]
     lines += [f"{f.kind}: {f.where}: {f.what}" for f in report.findings[:FINDINGS_SHOWN_MAX]]
+    if report.segments_missing:
+        lines.append(
+            f"{counted(report.segments_missing, 'segment')} could not be checked: the drive is "
+            "missing"
+        )
     hidden = len(report.findings) - FINDINGS_SHOWN_MAX
     if hidden > 0:
         lines.append(f"and {hidden} more (--json lists all)")

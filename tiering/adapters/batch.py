@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.tiering.plan_runner import Compute
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.store import Store
 
@@ -30,6 +31,8 @@ class Rows:
         self.columns = [0] * len(store.geometry.layers)
         self.announced = 0
         """Columns whose ids are known to be read in this pass, and all before."""
+        self.compute: Compute | None = None
+        """Has the model read tokens of one row; None: no model is known."""
         self.unattended: int | None = None
         """The layer whose new keys its attention has not asked for yet."""
 

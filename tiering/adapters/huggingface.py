@@ -12,15 +12,21 @@ the way the library does, padding included.
 import copy
 import weakref
 from collections.abc import Sequence as Listing
+from contextvars import Context
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.tiering.adapters import attention
-from kvtier.tiering.adapters.batch import Ids, Rows, as_batch, left_pads, shared_columns
+from kvtier.tiering.adapters.batch import Ids, Rows, as_batch, left_pads
+from kvtier.tiering.adapters.restoring import mending, restore
+from kvtier.tiering.chain import Tokens
+from kvtier.tiering.plan_runner import PlanName, Wish
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.store import Store
 
@@ -100,7 +106,8 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         for row, (pad, sequence) in enumerate(zip(rows.pads, rows.sequences, strict=True)):
             skip = min(max(pad - at, 0), count)
             if skip < count:
-                attended = rows.store.attend(
+                ask = partial(
+                    rows.store.attend,
                     sequence,
                     self.layer,
                     query[row, :, skip:],
@@ -109,7 +116,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     scale=scale,
                     softcap=softcap,
                 )
-                out[row, skip:] = attended.transpose(0, 1)
+                out[row, skip:] = mending(rows, sequence, ask).transpose(0, 1)
         return out
 
     def _check_mask(self, mask: torch.Tensor | None) -> None:
@@ -149,6 +156,11 @@ class TieredCache(Cache):
     input_ids: [tokens] or [batch, tokens]. attention_mask: same shape, zeros on the left where
     rows are padded. At least one token is always left for the model to compute. Raises
     ConfigError, and UnsupportedError for padding that is not on the left.
+
+    plan: "auto" has the rows ready in the way that is predicted to be fastest: stored KV is loaded,
+    computed again, or both at once from two ends (planner.py); "load" loads all that is stored,
+    and computes only the holes in it; "recompute" uses nothing that is stored; "both" is what it
+    says. deadline_s: what cannot be loaded in so many seconds is computed.
     """
 
     def __init__(
@@ -156,42 +168,38 @@ class TieredCache(Cache):
         store: Store,
         input_ids: torch.Tensor | Listing[int],
         attention_mask: torch.Tensor | None = None,
+        *,
+        plan: PlanName = "auto",
+        deadline_s: float | None = None,
     ) -> None:
         if not isinstance(store, Store):
             raise ConfigError(f"store must be what kvtier.open gave: got {type(store).__name__}")
+        wish = Wish(plan, deadline_s)
+        wish.check()
         ids = as_batch(input_ids, "input_ids")
         pads = left_pads(ids, attention_mask)
         masked = [int(ids[row, 0]) for row, pad in enumerate(pads) if pad]
         self.pad_token: int | None = masked[0] if masked else getattr(store, "pad_token", None)
         """What follows a row that ended before others; set it where `generate` is told another."""
         streams = [ids[row, pad:] for row, pad in enumerate(pads)]
-        self.restored_tokens = 0
-        """Columns that the model need not compute."""
         rows = Rows(store, pads, [])
         self._setup(rows)
-        self._restore(streams, ids.shape[1])
+        if hasattr(store, "model"):
+            rows.compute = partial(compute_alone, store.model, store)
+        self.restored_tokens = restore(rows, streams, ids.shape[1], wish)
+        """Columns that are there already: loaded, or computed beside that."""
 
     def _setup(self, rows: Rows) -> None:
-        self.rows = rows
-        layers = [TieredLayer(rows, layer) for layer in range(len(rows.store.geometry.layers))]
-        super().__init__(layers=list(layers))
+        self._stand_on(rows)
         # Sequences are let go when the cache is, at the store's next call: a finaliser may run
         # in the middle of one.
         finalizer = weakref.finalize(self, rows.store.release_later, rows.sequences)
         finalizer.atexit = False
 
-    def _restore(self, streams: list[Ids], length: int) -> None:
-        rows, store = self.rows, self.rows.store
-        found = [store.lookup(each) for each in streams]
-        columns = shared_columns(rows.pads, found, length)
-        for pad, stream in zip(rows.pads, streams, strict=True):
-            rows.sequences.append(store.resume(stream[: max(0, columns - pad)]))
-        columns = shared_columns(rows.pads, [each.length() for each in rows.sequences], length)
-        for pad, stream, sequence in zip(rows.pads, streams, rows.sequences, strict=True):
-            store.crop(sequence, max(0, columns - pad))
-            store.name_tokens(sequence, stream)
-        rows.rewind(columns)
-        self.restored_tokens = columns
+    def _stand_on(self, rows: Rows) -> None:
+        self.rows = rows
+        layers = [TieredLayer(rows, layer) for layer in range(len(rows.store.geometry.layers))]
+        super().__init__(layers=list(layers))
 
     # ---- what the library calls -------------------------------------------------------------
 
@@ -283,6 +291,7 @@ class TieredCache(Cache):
         rows = self.rows
         twin = Rows(rows.store, list(rows.pads), [rows.store.fork(s) for s in rows.sequences])
         twin.rewind(rows.columns[0])
+        twin.compute = rows.compute
         cache = copy.copy(self)
         cache._setup(twin)
         return cache
@@ -357,3 +366,23 @@ class TieredCache(Cache):
             return len(stream)
         other = np.flatnonzero(stream != self.pad_token)
         return int(other[-1]) + 1 if len(other) else len(stream)
+
+
+def compute_alone(model: PreTrainedModel, store: Store, sequence: Sequence, tokens: Tokens) -> None:
+    """Have the model read the next tokens of one Sequence: between the passes of a caller, or in
+    the middle of one."""
+    cache = TieredCache.__new__(TieredCache)
+    cache._stand_on(Rows(store, [0], [sequence]))
+    at = sequence.length()
+    cache.rows.rewind(at)
+    reading = partial(
+        model,
+        input_ids=torch.from_numpy(tokens.astype(np.int64))[None],
+        position_ids=torch.arange(at, at + len(tokens))[None],
+        cache=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    with torch.no_grad():
+        # What the library notes of a caller's pass in context variables must not see this one.
+        Context().run(reading)

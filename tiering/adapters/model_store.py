@@ -1,6 +1,7 @@
 """A store opened for a Hugging Face model: identity read off it, attention set, tokens watched."""
 
 import inspect
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ class ModelStore(Store):
     model: PreTrainedModel
     weights: int
     """State of the model's weights when the store was opened."""
-    _hook: RemovableHandle | None = None
+    _hooks: tuple[RemovableHandle, ...] = ()
+    _pass: tuple[int, int, float] | None = None
+    """Tokens and position of the pass under way, and when it began."""
 
     def attach(self, model: PreTrainedModel) -> None:
         """Set the model's attention, and watch which tokens it is given.
@@ -55,12 +58,21 @@ class ModelStore(Store):
             opened = store()
             return None if opened is None else opened.watch(module, args, kwargs)
 
-        self._hook = model.register_forward_pre_hook(watch, with_kwargs=True)
+        def note(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            opened = store()
+            if opened is not None:
+                opened.note_pass()
+
+        self._hooks = (
+            model.register_forward_pre_hook(watch, with_kwargs=True),
+            model.register_forward_hook(note),
+        )
 
     def close(self) -> None:
-        hook, self._hook = self._hook, None
-        if hook is not None:
+        hooks, self._hooks = self._hooks, ()
+        for hook in hooks:
             hook.remove()
+        if hooks:
             *users, before = getattr(self.model, USERS)
             setattr(self.model, USERS, users)
             if not users:
@@ -85,6 +97,7 @@ class ModelStore(Store):
 
         Returns the arguments without what the cache holds already; None: as they are.
         """
+        self._pass = None
         given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
         given.update(kwargs)
         cache = given.get("cache", given.get("past_key_values"))
@@ -114,8 +127,17 @@ class ModelStore(Store):
         again = cache.columns_read_again(ids, positions) if "input_ids" in kwargs else 0
         if again and positions is not None:
             ids, positions = ids[:, again:], positions[..., again:]
+        at = cache.get_seq_length()
         cache.observe(ids, positions)
+        self._pass = ids.numel(), at, time.perf_counter()
         return (args, {**kwargs, "input_ids": ids, "position_ids": positions}) if again else None
+
+    def note_pass(self) -> None:
+        """After each forward pass: tell the planner how long it took."""
+        if self._pass is not None:
+            tokens, position, began = self._pass
+            self.costs.note_pass(tokens, position, time.perf_counter() - began)
+            self._pass = None
 
 
 def open_for_model(

@@ -1,0 +1,58 @@
+"""Has the rows of a batch begin with what is stored of them, each by its own plan."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+
+import torch
+
+from kvtier.errors import DeviceError, FormatError
+from kvtier.tiering.adapters.batch import Ids, Rows, shared_columns
+from kvtier.tiering.chain import as_tokens
+from kvtier.tiering.plan_runner import PlanRunner, Wish, mend, stored_end
+from kvtier.tiering.sequence import Sequence
+
+
+def restore(rows: Rows, streams: Listing[Ids], length: int, wish: Wish) -> int:
+    """Give each row a Sequence that holds as many columns as all of them can have, at least one
+    less than there are; returns how many.
+
+    streams: the ids of each row, without padding. length: columns of the batch.
+
+    Raises what the model raises where it computes, CapacityError; DeviceError only where nobody
+    can compute.
+    """
+    store, pads = rows.store, rows.pads
+    found = [stored_end(store, each, holes=rows.compute is not None) for each in streams]
+    columns = shared_columns(pads, found, length)
+    runners = [
+        PlanRunner(
+            store, as_tokens(stream[: max(0, columns - pad)]), len(stream), rows.compute, wish
+        )
+        for pad, stream in zip(pads, streams, strict=True)
+    ]
+    columns = shared_columns(pads, [each.reach for each in runners], length)
+    for pad, runner in zip(pads, runners, strict=True):
+        # Where one row is computed from its beginning, all are.
+        lazily = rows.compute is not None
+        rows.sequences.append(runner.run(lazily=lazily) if columns > pad else store.sequence())
+    columns = shared_columns(pads, [each.length() for each in rows.sequences], length)
+    for pad, stream, sequence in zip(pads, streams, rows.sequences, strict=True):
+        store.crop(sequence, max(0, columns - pad))
+        store.name_tokens(sequence, stream)
+    rows.rewind(columns)
+    return columns
+
+
+def mending(rows: Rows, sequence: Sequence, attend: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What `attend` gives. What turns out to be lost of a row on its way from the drive is computed
+    by the model first, in the middle of its own pass; the row's other layers go on as they are.
+
+    Raises FormatError, DeviceError where nothing is lost, or nobody can compute.
+    """
+    while True:
+        try:
+            return attend()
+        except (FormatError, DeviceError):
+            # Each time something else is lost, and nothing lost is attached again.
+            if rows.compute is None or not mend(rows.store, sequence, rows.compute):
+                raise

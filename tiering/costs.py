@@ -1,0 +1,211 @@
+"""What loading and computing take on this machine, measured as they happen.
+
+Loads are timed by the store, forward passes by the adapter. The newest measurement counts most,
+because a drive may be slowed down, and a machine busy, from one minute to the next.
+"""
+
+import json
+import logging
+import math
+import os
+import platform
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvtier.tiering.planner import Costs, LoadCost, PrefillCost
+
+_log = logging.getLogger("kvtier")
+
+BYTES_PER_S_START = 500e6
+"""A drive of which nothing is known: slower than any NVMe, faster than a disk."""
+LATENCY_S_START = 0.001
+LOAD_BYTES_MIN = 1 << 20
+"""Smaller loads tell of latency, which hardly changes, and not of the rate."""
+NEWEST_SHARE = 0.5
+"""Part of the rate that the newest load has; a load that is large against the last ones has all."""
+STALE_S = 30.0
+PASS_TOKENS_MIN = 8
+"""Passes of fewer tokens are decoding: another way of computing."""
+PASSES_KEPT = 12
+"""Of each class of passes; a class is a power of two of their tokens."""
+EXPLANATIONS = ((1,), (1, 2), (0, 1), (0, 1, 2), (2,), (0, 2))
+"""Which of fixed_s, token_s and pair_s may be more than zero; a later choice must explain more.
+Passes of one size at one position say no more than what a token takes."""
+COSTS = "costs.json"
+"""Name of the file in a store's directory."""
+FILE_VERSION = 1
+
+
+class DriveFlow:
+    """How fast the drive brings what is read in batches that overlap: told of each that was waited
+    for, since then the drive was the slower part. Callers hold the store's lock."""
+
+    def __init__(self) -> None:
+        self.tell: Callable[[int, float], None] = _nobody
+        """Gets bytes, and the seconds that the drive was busy with them."""
+        self._landed_at = 0.0
+        self._bytes = 0
+        self._seconds = 0.0
+
+    def landed(self, nbytes: int, began: float, *, waited: bool) -> None:
+        """A batch that began at a time of time.monotonic() is there."""
+        now = time.monotonic()
+        if waited:
+            # Before the last one landed, the drive was busy with that.
+            self._bytes += nbytes
+            self._seconds += now - max(began, self._landed_at)
+        self._landed_at = now
+        if self._bytes >= LOAD_BYTES_MIN:
+            self.tell(self._bytes, self._seconds)
+            self._bytes, self._seconds = 0, 0.0
+
+
+def _nobody(nbytes: int, seconds: float) -> None:
+    """Nobody wants to know."""
+
+
+class CostMeter:
+    """Measurements of one model on one machine. `note_*` may be called on any thread."""
+
+    def __init__(self, load: LoadCost, clock: Any = time.monotonic) -> None:
+        self._load = load
+        self._clock = clock
+        self._loaded_at: float | None = None
+        self._passes: dict[int, deque[tuple[int, float, float]]] = {}
+        """Per class: (tokens, pairs, seconds)."""
+        self._prefill: PrefillCost | None = None
+        self._changed = False
+
+    @classmethod
+    def start(cls, bytes_per_s: float | None = None, latency_s: float | None = None) -> "CostMeter":
+        """Before anything is measured; the arguments: of a calibration of the device."""
+        return cls(LoadCost(latency_s or LATENCY_S_START, bytes_per_s or BYTES_PER_S_START))
+
+    def costs(self) -> Costs:
+        if self._prefill is None and self._passes:
+            self._prefill = _fit([each for kept in self._passes.values() for each in kept])
+        return Costs(self._load, self._prefill, self._age_s() > STALE_S)
+
+    def _age_s(self) -> float:
+        """How long ago a load was measured."""
+        return math.inf if self._loaded_at is None else self._clock() - self._loaded_at
+
+    def note_load(self, nbytes: int, seconds: float) -> None:
+        """So many bytes were brought from the drive into HOT, checks and all."""
+        if nbytes < LOAD_BYTES_MIN or seconds <= 0:
+            return
+        rate = nbytes / max(seconds - self._load.latency_s, seconds / 2)
+        share = 1.0 if self._loaded_at is None else NEWEST_SHARE
+        # Seconds per byte are what adds up, so they are what is averaged.
+        mixed = share / rate + (1 - share) / self._load.bytes_per_s
+        self._load = LoadCost(self._load.latency_s, 1 / mixed)
+        self._loaded_at = self._clock()
+        self._changed = True
+
+    def note_pass(self, tokens: int, position: int, seconds: float) -> None:
+        """A forward pass of so many tokens, the first one at this position, took so long."""
+        if tokens < PASS_TOKENS_MIN or seconds <= 0:
+            return
+        kept = self._passes.setdefault(tokens.bit_length(), deque(maxlen=PASSES_KEPT))
+        kept.append((tokens, tokens * (position + tokens / 2), seconds))
+        self._prefill = None
+        self._changed = True
+
+    # ---- across runs ------------------------------------------------------------------------
+
+    def restore(self, path: Path, fingerprint: str) -> None:
+        """Go on from what another run measured of this model on this machine, if it did: what
+        cannot be read is measured anew. path: of the file."""
+        entry = _read(path).get(fingerprint)
+        try:
+            if entry is None or entry["machine"] != _machine():
+                return
+            load = LoadCost(float(entry["latency_s"]), float(entry["bytes_per_s"]))
+            loaded = None if entry["loaded"] is None else time.time() - float(entry["loaded"])
+            passes = [(int(t), float(p), float(s)) for t, p, s in entry["passes"]]
+            if not (load.latency_s >= 0 and load.bytes_per_s > 0) or any(
+                tokens < 1 or pairs < 0 or not seconds > 0 for tokens, pairs, seconds in passes
+            ):
+                raise ValueError("numbers that no measurement gives")
+        except (KeyError, TypeError, ValueError) as error:
+            _log.warning("%s is not used: %r", path, error)
+            return
+        self._load = load
+        if loaded is not None and 0 <= loaded < STALE_S:
+            self._loaded_at = self._clock() - loaded
+        for tokens, pairs, seconds in passes:
+            kept = self._passes.setdefault(tokens.bit_length(), deque(maxlen=PASSES_KEPT))
+            kept.append((tokens, pairs, seconds))
+
+    def keep(self, path: Path, fingerprint: str) -> None:
+        """Write down what was measured since, beside that of other models. Where that cannot be
+        done a warning says so: the next run measures anew."""
+        if not self._changed:
+            return
+        entries = _read(path)
+        entries[fingerprint] = {
+            "machine": _machine(),
+            "latency_s": self._load.latency_s,
+            "bytes_per_s": self._load.bytes_per_s,
+            "loaded": None if self._loaded_at is None else time.time() - self._age_s(),
+            "passes": [list(each) for kept in self._passes.values() for each in kept],
+        }
+        new = path.with_suffix(".new")
+        try:
+            new.write_text(json.dumps({"version": FILE_VERSION, "models": entries}), "utf-8")
+            os.replace(new, path)
+        except OSError as error:
+            _log.warning("%s is not written: %s", path, error)
+        self._changed = False
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Entries by fingerprint; none where there is no file, or none that can be used."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        if content["version"] != FILE_VERSION:
+            return {}
+        return dict(content["models"])
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _log.warning("%s is not used: %r", path, error)
+        return {}
+
+
+def _machine() -> str:
+    """What measurements hold for: one taken elsewhere says nothing here."""
+    return f"{platform.node()} {platform.machine()} {os.cpu_count()}"
+
+
+def _fit(passes: list[tuple[int, float, float]]) -> PrefillCost:
+    """Non-negative costs that explain passes (tokens, pairs, seconds) with the least relative
+    error. A pass that took much longer than the others say is left out: the machine was busy."""
+    cost, errors = _least(passes)
+    usual = float(np.median(np.abs(errors)))
+    calm = [
+        each for each, error in zip(passes, errors, strict=True) if error < max(3 * usual, 0.25)
+    ]
+    return _least(calm)[0] if len(calm) >= max(3, len(passes) // 2) else cost
+
+
+def _least(passes: list[tuple[int, float, float]]) -> tuple[PrefillCost, Any]:
+    """The fit, and by what part each pass took longer than it says."""
+    data = np.array(passes, np.float64)
+    seconds = data[:, 2]
+    columns = np.stack([np.ones(len(data)), data[:, 0], data[:, 1]], 1) / seconds[:, None]
+    best, best_error = np.zeros(3), np.inf
+    for chosen in EXPLANATIONS:
+        part = columns[:, chosen]
+        found = np.linalg.lstsq(part, np.ones(len(data)), rcond=None)[0]
+        error = float(((part @ found - 1) ** 2).sum())
+        if (found >= 0).all() and error < best_error * 0.98 - 1e-12:
+            best = np.zeros(3)
+            best[list(chosen)] = found
+            best_error = error
+    return PrefillCost(*best.tolist()), 1 - columns @ best
