@@ -58,10 +58,10 @@ def explore_all(workers: ProcessPoolExecutor, seeds: range, plan: Plan) -> dict[
 def explore_until(
     workers: ProcessPoolExecutor, first_seed: int, plan: Plan, images_min: int
 ) -> dict[str, Verdict]:
-    """Every scenario under two more seeds at a time, until there are so many images."""
+    """Every scenario under one more seed at a time, until there are so many images."""
     verdicts: dict[str, Verdict] = {}
-    for seed in range(first_seed, first_seed + 2 * ROUNDS_MAX, 2):
-        verdicts |= explore_all(workers, range(seed, seed + 2), plan)
+    for seed in range(first_seed, first_seed + ROUNDS_MAX):
+        verdicts |= explore_all(workers, range(seed, seed + 1), plan)
         if sum(each.images for each in verdicts.values()) >= images_min:
             break
     return verdicts

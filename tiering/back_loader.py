@@ -210,6 +210,8 @@ class BackLoader:
         failure: KvtierError | None = None
         batch: PendingBatch | None = None
         starved_since: float | None = None
+        began: dict[PendingBatch, float] = {}
+        landed_at = 0.0
         while True:
             with self._store._lock:
                 if self._store._closed:
@@ -227,6 +229,7 @@ class BackLoader:
                 try:
                     if isinstance(step, Start):
                         batch = start(step, device)
+                        began[batch] = time.monotonic()
                 except KvtierError as error:
                     failure = error
             if isinstance(step, NeedsBuffer):
@@ -242,6 +245,13 @@ class BackLoader:
                     device.wait(step.batch)
                 except KvtierError as error:
                     failure = error
+                now = time.monotonic()
+                if self._is_stopped() and failure is None:
+                    # Nobody takes it any more, but it tells how slow the drive is.
+                    nbytes = int(step.batch.lengths.sum())
+                    seconds = now - max(began.get(step.batch, now), landed_at)
+                    self._store.costs.note_load(nbytes, seconds)
+                landed_at = now
 
     # ---- under a lock -----------------------------------------------------------------------
 
@@ -250,6 +260,10 @@ class BackLoader:
         loaded = [view for view in self._views if states[view.segment.start] is State.LOADED]
         if loaded:
             self._store._mover.touch(self._store._restorer.seen(loaded, self._end))
+
+    def _is_stopped(self) -> bool:
+        """Now; it may have been otherwise a moment ago."""
+        return self._stopping
 
     def _set(self, position: int, state: State) -> None:
         with self._changed:

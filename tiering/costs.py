@@ -24,7 +24,7 @@ _log = logging.getLogger("kvtier")
 BYTES_PER_S_START = 500e6
 """A drive of which nothing is known: slower than any NVMe, faster than a disk."""
 LATENCY_S_START = 0.001
-LOAD_BYTES_MIN = 1 << 20
+LOAD_BYTES_MIN = 256 << 10
 """Smaller loads tell of latency, which hardly changes, and not of the rate."""
 NEWEST_SHARE = 0.5
 """Part of the rate that the newest load has; a load that is large against the last ones has all."""
