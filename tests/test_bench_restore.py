@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.peers.bare import bare_parents
+from bench.peers.bare import bare_parents, empty_module
 from bench.peers.chunks import ChunkMemory, chunk_tokens
 from bench.peers.kvtier_store import KvtierStore
 from bench.peers.plain_reads import PlainReads
@@ -141,6 +141,11 @@ def test_a_module_without_its_parents(tmp_path: Path, monkeypatch: pytest.Monkey
 
     assert isinstance(tier, types.ModuleType)
     assert tier.WORKS
+    empty_module("heavy_peer.inner.common", "parse")
+    from heavy_peer.inner.common import parse  # type: ignore[import-not-found]
+
+    with pytest.raises(RuntimeError, match=r"heavy_peer\.inner\.common\.parse is not there"):
+        parse("200G")
 
 
 def test_ratios_are_of_the_same_round_and_of_the_best_peer(tmp_path: Path) -> None:

@@ -21,6 +21,19 @@ def bare_parents(module: str, *more: str) -> None:
                 _stand_in(name)
 
 
+def empty_module(module: str, *callables: str) -> None:
+    """Stand in for a module of which others import these callables and call none."""
+    bare_parents(module)
+    made = ModuleType(module)
+    for name in callables:
+
+        def called(*_: object, name: str = name) -> None:
+            raise RuntimeError(f"{module}.{name} is not there, and was thought never to be called")
+
+        setattr(made, name, called)
+    sys.modules[module] = made
+
+
 def _stand_in(name: str) -> None:
     above, _, leaf = name.rpartition(".")
     if above:

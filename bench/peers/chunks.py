@@ -1,4 +1,5 @@
-"""The host memory of a peer: chunks that it reads into, and the tensors that a model decodes with.
+"""What peers that keep chunks share: the host memory that they read into, the tensors that a model
+decodes with, and the way from one to the other.
 
 All peers keep a context in chunks of some 256 tokens in all layers, which is LMCache's own size and
 more than SGLang's and vLLM's, to their advantage: fewer and larger reads. Within a chunk the layout
@@ -6,12 +7,14 @@ is the one that costs least to put together afterwards.
 """
 
 import mmap
+import time
+from abc import abstractmethod
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from bench.peers.worker import Array, Context, Layer
+from bench.peers.worker import Array, Contestant, Context, Layer, Place
 
 CHUNK_TOKENS_MAX = 256
 
@@ -65,3 +68,41 @@ class ChunkMemory:
     def loaded(self) -> Iterator[Layer]:
         for layer in self._decoded:
             yield layer[0], layer[1]
+
+
+class ChunkContestant(Contestant):
+    """A peer that keeps a context in chunks, in a place of its own."""
+
+    def __init__(self) -> None:
+        self._memory: ChunkMemory | None = None
+
+    @abstractmethod
+    def keep(self, memory: ChunkMemory, place: Place) -> None:
+        """Open the peer, and have it keep every chunk. Raises OSError where it did not."""
+
+    @abstractmethod
+    def read(self, memory: ChunkMemory) -> None:
+        """Have it load every chunk into `memory`. Raises OSError where it did not."""
+
+    def store(self, context: Context, place: Place, kv: Array) -> None:
+        self._memory = memory = ChunkMemory(context)
+        memory.fill(kv)
+        self.keep(memory, place)
+        memory.spoil()
+
+    def load(self) -> float:
+        assert self._memory is not None
+        self.read(self._memory)
+        read = time.perf_counter()
+        self._memory.assemble()
+        return read
+
+    def loaded(self) -> Iterator[Layer]:
+        assert self._memory is not None
+        return self._memory.loaded()
+
+    def forget(self) -> None:
+        """The memory is a pool that stays."""
+
+    def close(self) -> None:
+        self._memory = None

@@ -8,8 +8,6 @@ use_odirect unless the argument `buffered` is given. Looking the chunks up is pa
 import asyncio
 import sys
 import threading
-import time
-from collections.abc import Iterator
 
 import torch
 from lmcache.utils import CacheEngineKey
@@ -17,9 +15,9 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_management import TensorMemoryObj
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
-from bench.peers.chunks import ChunkMemory
+from bench.peers.chunks import ChunkContestant, ChunkMemory
 from bench.peers.lmcache_memory import memory_objects
-from bench.peers.worker import Array, Contestant, Context, Layer, Place, compete
+from bench.peers.worker import Place, compete
 
 PUT_S_MAX = 120.0
 
@@ -37,29 +35,27 @@ class Pool:
         return taken
 
 
-class LocalDisk(Contestant):
+class LocalDisk(ChunkContestant):
     """Keeps a context in a LocalDiskBackend of its own."""
 
     def __init__(self, *, direct: bool) -> None:
+        super().__init__()
         self._direct = direct
         self._backend: LocalDiskBackend | None = None
-        self._memory: ChunkMemory | None = None
         self._keys: list[CacheEngineKey] = []
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def store(self, context: Context, place: Place, kv: Array) -> None:
-        self._memory = memory = ChunkMemory(context)
+    def keep(self, memory: ChunkMemory, place: Place) -> None:
         config = LMCacheEngineConfig.from_defaults(
             local_disk=f"{place.folder}/local_disk",
-            max_local_disk_size=2.0 * context.nbytes / (1 << 30) + 1.0,
+            max_local_disk_size=2.0 * memory.context.nbytes / (1 << 30) + 1.0,
             extra_config={"use_odirect": self._direct},
         )
         self._backend = LocalDiskBackend(config, self._loop, Pool(memory), dst_device="cpu")
         self._keys = [
             CacheEngineKey("bench", 1, 0, index, torch.float32) for index in range(memory.count)
         ]
-        memory.fill(kv)
         done = threading.Semaphore(0)
         self._backend.batched_submit_put_task(
             self._keys, memory_objects(memory), on_complete_callback=lambda _: done.release()
@@ -67,29 +63,18 @@ class LocalDisk(Contestant):
         for _ in self._keys:
             if not done.acquire(timeout=PUT_S_MAX):
                 raise OSError("LocalDiskBackend did not keep every chunk")
-        memory.spoil()
 
-    def load(self) -> float:
+    def read(self, memory: ChunkMemory) -> None:
         assert self._backend is not None
-        assert self._memory is not None
         found = self._backend.batched_get_blocking(self._keys)
-        read = time.perf_counter()
         if any(each is None for each in found):
             raise OSError("LocalDiskBackend did not load every chunk")
-        self._memory.assemble()
-        return read
-
-    def loaded(self) -> Iterator[Layer]:
-        assert self._memory is not None
-        return self._memory.loaded()
-
-    def forget(self) -> None:
-        """The memory is a pool that stays."""
 
     def close(self) -> None:
         if self._backend is not None:
             self._backend.close()
-        self._backend = self._memory = None
+        self._backend = None
+        super().close()
 
 
 if __name__ == "__main__":

@@ -6,17 +6,15 @@ chunks are one batch. Looking them up is part of the call.
 """
 
 import os
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.storage_backend.raw_block.core import RawBlockCore, RawBlockCoreConfig
 from lmcache.v1.storage_backend.raw_block.key_codec import RawBlockKeySpec, encode_object_key
 
-from bench.peers.chunks import ChunkMemory
+from bench.peers.chunks import ChunkContestant, ChunkMemory
 from bench.peers.lmcache_memory import memory_objects
-from bench.peers.worker import Array, Contestant, Context, Layer, Place, compete
+from bench.peers.worker import Place, compete
 
 BLOCK_BYTES = 4096
 METADATA_BYTES = 16 << 20
@@ -43,16 +41,15 @@ def core_config(path: str, capacity_bytes: int, slot_bytes: int) -> RawBlockCore
     )
 
 
-class RawBlock(Contestant):
+class RawBlock(ChunkContestant):
     """Keeps a context in a RawBlockCore of its own."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._core: RawBlockCore | None = None
-        self._memory: ChunkMemory | None = None
         self._keys: list[RawBlockKeySpec] = []
 
-    def store(self, context: Context, place: Place, kv: Array) -> None:
-        self._memory = memory = ChunkMemory(context)
+    def keep(self, memory: ChunkMemory, place: Place) -> None:
         slot_bytes = memory.chunk_bytes + BLOCK_BYTES
         capacity = (memory.count + 2) * slot_bytes + METADATA_BYTES
         path = place.device or str(Path(place.folder) / "raw_block")
@@ -60,38 +57,25 @@ class RawBlock(Contestant):
             with open(path, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, capacity)
         self._core = RawBlockCore(core_config(path, capacity, slot_bytes), key_namespace="object")
-        self._core.register_fixed_buffer_range(memory.flat.data_ptr(), context.nbytes)
+        self._core.register_fixed_buffer_range(memory.flat.data_ptr(), memory.context.nbytes)
         self._keys = [
             encode_object_key(ObjectKey(index.to_bytes(32, "big"), "bench", 0))
             for index in range(memory.count)
         ]
-        memory.fill(kv)
         if not all(self._core.put_many(self._keys, memory_objects(memory)).results):
             raise OSError("RawBlockCore did not keep every chunk")
-        memory.spoil()
 
-    def load(self) -> float:
+    def read(self, memory: ChunkMemory) -> None:
         assert self._core is not None
-        assert self._memory is not None
         names = [each.encoded for each in self._keys]
-        found = self._core.load_many_into(names, memory_objects(self._memory))
-        read = time.perf_counter()
-        if not all(found):
+        if not all(self._core.load_many_into(names, memory_objects(memory))):
             raise OSError("RawBlockCore did not load every chunk")
-        self._memory.assemble()
-        return read
-
-    def loaded(self) -> Iterator[Layer]:
-        assert self._memory is not None
-        return self._memory.loaded()
-
-    def forget(self) -> None:
-        """The memory is a pool that stays."""
 
     def close(self) -> None:
         if self._core is not None:
             self._core.close()
-        self._core = self._memory = None
+        self._core = None
+        super().close()
 
 
 if __name__ == "__main__":

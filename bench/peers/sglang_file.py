@@ -5,26 +5,25 @@ other through the page cache. Pages are read right into host memory; SGLang's ow
 into a staging page and copies. Looking the pages up is not counted.
 """
 
-import time
-from collections.abc import Iterator
-
-from bench.peers.bare import bare_parents
-from bench.peers.chunks import ChunkMemory
-from bench.peers.worker import Array, Contestant, Context, Layer, Place, compete
+from bench.peers.bare import bare_parents, empty_module
+from bench.peers.chunks import ChunkContestant, ChunkMemory
+from bench.peers.worker import Place, compete
 
 bare_parents("sglang.srt.mem_cache.hicache_storage", "sglang.srt.mem_cache.storage.file.x")
+# The evictor reads a limit in words by it, and there is no limit here; the module loads Triton.
+empty_module("sglang.srt.utils.common", "human_readable_int")
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig  # noqa: E402
 
 
-class SglangFile(Contestant):
+class SglangFile(ChunkContestant):
     """Keeps a context in a HiCacheFile of its own."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._storage: HiCacheFile | None = None
-        self._memory: ChunkMemory | None = None
         self._keys: list[str] = []
 
-    def store(self, context: Context, place: Place, kv: Array) -> None:
+    def keep(self, memory: ChunkMemory, place: Place) -> None:
         config = HiCacheStorageConfig(
             tp_rank=0,
             tp_size=1,
@@ -39,32 +38,19 @@ class SglangFile(Contestant):
             extra_config={"file_storage_path": f"{place.folder}/hicache"},
         )
         self._storage = HiCacheFile(config)
-        self._memory = memory = ChunkMemory(context)
         self._keys = [f"{index:064x}" for index in range(memory.count)]
-        memory.fill(kv)
         if not self._storage.batch_set(self._keys, list(memory.flat)):
             raise OSError("HiCacheFile did not keep the context")
-        memory.spoil()
 
-    def load(self) -> float:
+    def read(self, memory: ChunkMemory) -> None:
         assert self._storage is not None
-        assert self._memory is not None
-        found = self._storage.batch_get(self._keys, list(self._memory.flat))
-        read = time.perf_counter()
+        found = self._storage.batch_get(self._keys, list(memory.flat))
         if any(each is None for each in found):
             raise OSError("HiCacheFile does not have every page")
-        self._memory.assemble()
-        return read
-
-    def loaded(self) -> Iterator[Layer]:
-        assert self._memory is not None
-        return self._memory.loaded()
-
-    def forget(self) -> None:
-        """The memory is a pool that stays."""
 
     def close(self) -> None:
-        self._storage = self._memory = None
+        self._storage = None
+        super().close()
 
 
 if __name__ == "__main__":

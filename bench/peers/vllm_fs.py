@@ -9,8 +9,6 @@ its Python code, which makes the same system calls. Looking the chunks up is not
 import ctypes
 import shutil
 import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -18,8 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from bench.peers.bare import bare_parents
-from bench.peers.chunks import ChunkMemory
-from bench.peers.worker import Array, Contestant, Context, Layer, Place, compete
+from bench.peers.chunks import ChunkContestant, ChunkMemory
+from bench.peers.worker import Place, compete
 
 CUDA_LIBRARIES = ("libtorch_cuda.so", "libc10_cuda.so", "libnvrtc.so.13")
 
@@ -61,22 +59,19 @@ def offloading_spec() -> SimpleNamespace:
     return SimpleNamespace(config=config, blocks_per_chunk=16)
 
 
-class VllmFs(Contestant):
+class VllmFs(ChunkContestant):
     """Keeps a context in a FileSystemTierManager of its own."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._tier: FileSystemTierManager | None = None
-        self._memory: ChunkMemory | None = None
         self._jobs = 0
 
-    def store(self, context: Context, place: Place, kv: Array) -> None:
-        self._memory = memory = ChunkMemory(context)
+    def keep(self, memory: ChunkMemory, place: Place) -> None:
         primary = memory.flat.numpy().data
         self._tier = FileSystemTierManager(offloading_spec(), primary, "fs", f"{place.folder}/fs")
-        memory.fill(kv)
         self._tier.submit_store(self._job(memory, loads=False))
         self._finish()
-        memory.spoil()
 
     def _job(self, memory: ChunkMemory, *, loads: bool) -> TransferJob:
         self._jobs += 1
@@ -91,26 +86,16 @@ class VllmFs(Contestant):
         if not all(each.success for each in self._tier.get_finished_jobs()):
             raise OSError("a job of FileSystemTierManager failed; its log says why")
 
-    def load(self) -> float:
+    def read(self, memory: ChunkMemory) -> None:
         assert self._tier is not None
-        assert self._memory is not None
-        self._tier.submit_load(self._job(self._memory, loads=True))
+        self._tier.submit_load(self._job(memory, loads=True))
         self._finish()
-        read = time.perf_counter()
-        self._memory.assemble()
-        return read
-
-    def loaded(self) -> Iterator[Layer]:
-        assert self._memory is not None
-        return self._memory.loaded()
-
-    def forget(self) -> None:
-        """The memory is a pool that stays."""
 
     def close(self) -> None:
         if self._tier is not None:
             self._tier.shutdown()
-        self._tier = self._memory = None
+        self._tier = None
+        super().close()
 
 
 if __name__ == "__main__":
