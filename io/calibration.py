@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Literal
 
 import numpy as np
 
 from kvtier.errors import ConfigError, DeviceError
 from kvtier.io.alignment import GRID_BYTES, align_down, align_up
 from kvtier.io.buffers import aligned_bytes
-from kvtier.io.calibration_file import MERGE_GAP_BYTES_MAX, Calibration, Trial
+from kvtier.io.calibration_file import MERGE_GAP_BYTES_MAX, Calibration, MeasuredEngine, Trial
 from kvtier.io.device import Buffers, ByteArray, Device
 from kvtier.io.probe import io_uring_report
 from kvtier.io.rawfile import DirectMode
@@ -41,7 +40,7 @@ the same thing differ by as much."""
 THREADS_ARE_WORTH = 0.87
 """Threads take about twice the CPU time for a request, so they must be faster by so much."""
 
-SETTINGS: tuple[tuple[Literal["io_uring", "threads"], int], ...] = (
+SETTINGS: tuple[tuple[MeasuredEngine, int], ...] = (
     ("io_uring", DEPTH),
     ("io_uring", 2 * DEPTH),
     ("io_uring", DEPTH // 2),
@@ -55,7 +54,7 @@ SETTINGS: tuple[tuple[Literal["io_uring", "threads"], int], ...] = (
 class _Candidate:
     """One setting under trial. seconds: of each request, by its size, one figure a round."""
 
-    engine: Literal["io_uring", "threads"]
+    engine: MeasuredEngine
     setting: int
     device: Device
     seconds: dict[int, list[float]] = field(
@@ -115,7 +114,7 @@ def calibrate(
     seconds: float = 1.0,
     *,
     direct: DirectMode = "preferred",
-    settings: Sequence[tuple[Literal["io_uring", "threads"], int]] = SETTINGS,
+    settings: Sequence[tuple[MeasuredEngine, int]] = SETTINGS,
 ) -> Calibration:
     """Measure bytes [start, end) of a device or file, which must have been written: reads of a
     hole never reach the drive. settings: what is tried, what is preferred first.

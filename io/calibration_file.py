@@ -24,6 +24,9 @@ _FILE_BYTES_MAX = 1 << 20
 _LAYOUT_VERSION = 1
 _log = logging.getLogger("kvtier")
 
+MeasuredEngine = Literal["io_uring", "threads"]
+"""The engines that work on every device."""
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -32,7 +35,7 @@ class Trial:
     small_bytes_per_s, large_bytes_per_s: random reads of SMALL_BYTES and LARGE_BYTES each.
     """
 
-    engine: Literal["io_uring", "threads"]
+    engine: MeasuredEngine
     setting: int
     small_bytes_per_s: float
     large_bytes_per_s: float
@@ -48,7 +51,7 @@ class Calibration:
     why: for the engine, in words.
     """
 
-    engine: Literal["io_uring", "threads"]
+    engine: MeasuredEngine
     depth: int
     workers: int
     merge_gap_bytes: int
@@ -88,7 +91,7 @@ class Calibration:
         )
 
 
-def _engine(value: object) -> Literal["io_uring", "threads"]:
+def _engine(value: object) -> MeasuredEngine:
     if value == "io_uring":
         return "io_uring"
     if value == "threads":

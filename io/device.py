@@ -168,7 +168,6 @@ class Device(ABC):
     ) -> None:
         """Fill buffers[i] from offsets[i]. Raises what `check` does, DeviceError, ClosedError."""
 
-    @abstractmethod
     def start_read(
         self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
     ) -> PendingBatch:
@@ -178,8 +177,8 @@ class Device(ABC):
         that lie beside it; `read` tells them apart, here the caller does, by reading each alone.
         Raises what `check` does, ClosedError.
         """
+        return self._start("read", offsets, buffers, priority)
 
-    @abstractmethod
     def start_write(
         self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.WRITE
     ) -> PendingBatch:
@@ -189,6 +188,13 @@ class Device(ABC):
         A failure of the device is raised by the batch's `result`. Raises what `check` does,
         ClosedError.
         """
+        return self._start("write", offsets, buffers, priority)
+
+    @abstractmethod
+    def _start(
+        self, what: str, offsets: Int64Array, buffers: Buffers, priority: Priority
+    ) -> PendingBatch:
+        """What `start_read` and `start_write` do. what: "read" or "write"."""
 
     @abstractmethod
     def wait(self, batch: PendingBatch) -> None:

@@ -16,7 +16,7 @@ import os
 import select
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,7 +55,9 @@ class MissingDrive(Device):
         self.why = why
         self.capacity_bytes = capacity_bytes
 
-    def _failed(self, what: str, offsets: Int64Array, buffers: Buffers) -> PendingBatch:
+    def _start(
+        self, what: str, offsets: Int64Array, buffers: Buffers, priority: Priority
+    ) -> PendingBatch:
         batch = PendingBatch(what, self.path, offsets, buffers)
         batch.errors[:] = errno.ENODEV
         batch.settle()
@@ -64,20 +66,10 @@ class MissingDrive(Device):
     def read(
         self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
     ) -> None:
-        self._failed("read", offsets, buffers).result()
+        self._start("read", offsets, buffers, priority).result()
 
     def write(self, offsets: Int64Array, buffers: Buffers) -> None:
-        self._failed("write", offsets, buffers).result()
-
-    def start_read(
-        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
-    ) -> PendingBatch:
-        return self._failed("read", offsets, buffers)
-
-    def start_write(
-        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.WRITE
-    ) -> PendingBatch:
-        return self._failed("write", offsets, buffers)
+        self._start("write", offsets, buffers, Priority.WRITE).result()
 
     def wait(self, batch: PendingBatch) -> None:
         batch.result()
@@ -203,6 +195,13 @@ class Drives(Device):
             return self, offset
         return self.members[drive], offset & _BYTE_MASK
 
+    def _by_drive(self, offsets: Int64Array) -> Iterator[tuple[Device, Int64Array, Int64Array]]:
+        """Each drive that these offsets lie on, which of them do, and their bytes of it."""
+        drives = offsets >> DRIVE_BITS
+        for drive in sorted(set(drives.tolist())):
+            indices = np.flatnonzero(drives == drive)
+            yield self.members[drive], indices, offsets[indices] & _BYTE_MASK
+
     def _start(
         self, what: str, offsets: Int64Array, buffers: Buffers, priority: Priority
     ) -> _Whole:
@@ -210,13 +209,10 @@ class Drives(Device):
         self.check(offsets, buffers)
         check_memory(buffers, reading=what == "read")
         whole = _Whole(what, self.path, offsets, buffers)
-        drives = offsets >> DRIVE_BITS
         crash: BaseException | None = None
         try:
-            for drive in sorted(set(drives.tolist())):
-                indices = np.flatnonzero(drives == drive)
+            for member, indices, local in self._by_drive(offsets):
                 part = Buffers(buffers.memory, buffers.starts[indices], buffers.lengths[indices])
-                member, local = self.members[drive], offsets[indices] & _BYTE_MASK
                 start = member.start_write if what == "write" else member.start_read
                 whole.add(_Part(member, indices, start(local, part, priority)))
         except BaseException as error:
@@ -227,16 +223,6 @@ class Drives(Device):
             self._wait(whole)
             raise crash
         return whole
-
-    def start_read(
-        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
-    ) -> PendingBatch:
-        return self._start("read", offsets, buffers, priority)
-
-    def start_write(
-        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.WRITE
-    ) -> PendingBatch:
-        return self._start("write", offsets, buffers, priority)
 
     def wait(self, batch: PendingBatch) -> None:
         assert isinstance(batch, _Whole)
@@ -343,9 +329,8 @@ class Drives(Device):
         if len(offsets) and not 0 <= int(drives.min()) <= int(drives.max()) < len(self.members):
             raise ConfigError(f"discard at an offset on none of {len(self.members)} drives")
         done = [
-            self.members[drive].discard(offsets[own] & _BYTE_MASK, lengths[own])
-            for drive in sorted(set(drives.tolist()))
-            for own in [drives == drive]
+            member.discard(local, lengths[indices])
+            for member, indices, local in self._by_drive(offsets)
         ]
         return all(done)
 

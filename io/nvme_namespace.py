@@ -170,10 +170,12 @@ class Namespace:
         queue: the settings of the namespace's block device. The kernel takes what is within its
         own limits as one command, and refuses the rest.
         """
-        limits = [commands.BLOCKS_MAX * self.own.block_bytes, _number(queue / "max_hw_sectors_kb")]
-        limits[1] *= 1024
-        # Memory that does not begin on an OS page takes one segment more.
-        limits.append((_number(queue / "max_segments") - 1) * os_page_bytes())
+        limits = [
+            commands.BLOCKS_MAX * self.own.block_bytes,
+            1024 * _number(queue / "max_hw_sectors_kb"),
+            # Memory that does not begin on an OS page takes one segment more.
+            (_number(queue / "max_segments") - 1) * os_page_bytes(),
+        ]
         if self.controller.transfer_bytes_max is not None:
             limits.append(self.controller.transfer_bytes_max)
         least = min(limits)

@@ -140,13 +140,19 @@ class PassthroughDevice(UringDevice):
         if not self._namespace.writable:
             raise DeviceError(f"{self.path} was opened for reading only", errno.EBADF)
 
-    def _begin(
-        self, what: str, offsets: Int64Array, buffers: Buffers, priority: Priority, *, waits: bool
+    def _start(
+        self,
+        what: str,
+        offsets: Int64Array,
+        buffers: Buffers,
+        priority: Priority,
+        *,
+        waits: bool = False,
     ) -> PendingBatch:
         if what == "write":
             self._raw.ensure_open()
             self._refuse_writing()
-        return super()._begin(what, offsets, buffers, priority, waits=waits)
+        return super()._start(what, offsets, buffers, priority, waits=waits)
 
     def _new_flight(
         self, batch: PendingBatch, buffers: Buffers, priority: Priority, flags: int

@@ -12,6 +12,7 @@ from kvtier.io.device import (
     Int64Array,
     PendingBatch,
     Priority,
+    check_memory,
     raise_failures,
 )
 from kvtier.io.rawfile import RawFile
@@ -42,34 +43,35 @@ class RawDevice(Device):
 
     @abstractmethod
     def _begin(
-        self, what: str, offsets: Int64Array, buffers: Buffers, priority: Priority, *, waits: bool
-    ) -> PendingBatch:
-        """Begin to move a batch. what: "read" or "write". waits: the caller calls `wait` at once,
-        so its thread may work for it, and nobody polls for it. Called by `_counted` alone."""
+        self, batch: PendingBatch, buffers: Buffers, priority: Priority, *, waits: bool
+    ) -> None:
+        """Begin to move a batch whose requests were checked. waits: see `_start`, which alone
+        calls this."""
 
-    def _counted(
-        self, what: str, offsets: Int64Array, buffers: Buffers, priority: Priority, *, waits: bool
+    def _start(
+        self,
+        what: str,
+        offsets: Int64Array,
+        buffers: Buffers,
+        priority: Priority,
+        *,
+        waits: bool = False,
     ) -> PendingBatch:
-        """Begin a batch: the only way to the file for requests that move bytes."""
-        batch = self._begin(what, offsets, buffers, priority, waits=waits)
+        """Begin a batch: the only way to the file for requests that move bytes. waits: the caller
+        calls `wait` at once, so its thread may work for it, and nobody polls for it."""
+        self._raw.ensure_open()
+        self.check(offsets, buffers)
+        check_memory(buffers, reading=what == "read")
+        batch = PendingBatch(what, self.path, offsets, buffers)
+        self._begin(batch, buffers, priority, waits=waits)
         self._meter.count(what, buffers.lengths)
         return batch
-
-    def start_read(
-        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
-    ) -> PendingBatch:
-        return self._counted("read", offsets, buffers, priority, waits=False)
-
-    def start_write(
-        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.WRITE
-    ) -> PendingBatch:
-        return self._counted("write", offsets, buffers, priority, waits=False)
 
     def read(
         self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
     ) -> None:
         try:
-            self.wait(self._counted("read", offsets, buffers, priority, waits=True))
+            self.wait(self._start("read", offsets, buffers, priority, waits=True))
         except DeviceError as error:
             if len(offsets) < 2 or not error.failures:
                 raise
@@ -86,7 +88,7 @@ class RawDevice(Device):
         for index in failed:
             one = slice(index, index + 1)
             alone = Buffers(buffers.memory, buffers.starts[one], buffers.lengths[one])
-            batch = self._counted("read", offsets[one], alone, priority, waits=True)
+            batch = self._start("read", offsets[one], alone, priority, waits=True)
             try:
                 self.wait(batch)
             except DeviceError as error:
@@ -97,7 +99,7 @@ class RawDevice(Device):
         raise_failures("read", self.path, offsets, buffers.lengths, errors, causes=causes)
 
     def write(self, offsets: Int64Array, buffers: Buffers) -> None:
-        self.wait(self._counted("write", offsets, buffers, Priority.WRITE, waits=True))
+        self.wait(self._start("write", offsets, buffers, Priority.WRITE, waits=True))
 
     def flush(self) -> None:
         try:

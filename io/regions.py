@@ -150,10 +150,14 @@ def _opened(
     try:
         return Region.open(device, store_uuid, writable=writable)
     except DeviceError as error:
-        # Not its subclasses: they say that the drive answers, and is another one.
-        if alone or type(error) is not DeviceError or error.errno not in _GONE:
+        if alone or not _is_gone(error):
             raise
         return MissingDrive(place.path, place.nbytes, f"{place.path} answers nothing: {error}")
+
+
+def _is_gone(error: DeviceError) -> bool:
+    """Whether a drive is not there. Subclasses say that it answers, and is another one."""
+    return type(error) is DeviceError and error.errno in _GONE
 
 
 def open_places(
@@ -173,7 +177,7 @@ def open_places(
                 )
             found.append(open_one(place.path))
         except DeviceError as error:
-            if len(places) == 1 or type(error) is not DeviceError or error.errno not in _GONE:
+            if len(places) == 1 or not _is_gone(error):
                 raise
             found.append(MissingDrive(place.path, place.nbytes, str(error)))
     return found

@@ -124,16 +124,6 @@ class SimulatedDevice(Device):
     ) -> None:
         self._carry_out("read", offsets, buffers)
 
-    def start_read(
-        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
-    ) -> PendingBatch:
-        return self._start("read", offsets, buffers, priority)
-
-    def start_write(
-        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.WRITE
-    ) -> PendingBatch:
-        return self._start("write", offsets, buffers, priority)
-
     def wait(self, batch: PendingBatch) -> None:
         batch.join()
         batch.result()
@@ -193,6 +183,7 @@ class SimulatedDevice(Device):
 
     @property
     def faults(self) -> Faults:
+        """What goes wrong from now on."""
         return self._faults
 
     def set_faults(self, faults: Faults) -> None:
@@ -306,8 +297,9 @@ class SimulatedDevice(Device):
 
     def _next_started(self, turn: int, waiting: int) -> int:
         """Which of the started batches that wait comes next, in its `turn`-th choice."""
-        random = draw(self._seed, Chance.STARTED, turn)
-        return int(random.integers(waiting)) if self._faults.shuffled else 0
+        if not self._faults.shuffled:
+            return 0
+        return int(draw(self._seed, Chance.STARTED, turn).integers(waiting))
 
     def _carry_out(self, what: str, offsets: Int64Array, buffers: Buffers) -> None:
         with self._in_turn():
@@ -338,8 +330,8 @@ class SimulatedDevice(Device):
             self._require_room(int(buffers.lengths.sum()) + ENTRY_BYTES * count)
         first = self.counts.begin(what, buffers.lengths)
         errors = np.zeros(count, np.int64)
-        chances = (Chance.WRITE_ORDER, self._write), (Chance.READ_ORDER, self._read)
-        order, move = chances[0] if writing else chances[1]
+        order = Chance.WRITE_ORDER if writing else Chance.READ_ORDER
+        move = self._write if writing else self._read
         for i in self._completions(order, first, count):
             start, length = int(buffers.starts[i]), int(buffers.lengths[i])
             errors[i] = move(int(offsets[i]), buffers.memory[start : start + length], first + i)
@@ -396,5 +388,6 @@ class SimulatedDevice(Device):
     def _check_range(self, what: str, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.capacity_bytes:
             raise ConfigError(
-                f"{what} at {offset} of {length} bytes lies outside {self.capacity_bytes} bytes"
+                f"{what} at offset {offset} of {length} bytes lies outside {self.path} of "
+                f"{self.capacity_bytes} bytes"
             )

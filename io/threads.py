@@ -21,7 +21,7 @@ import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.io.completion_event import CompletionEvent
-from kvtier.io.device import Buffers, Int64Array, PendingBatch, Priority, check_memory
+from kvtier.io.device import Buffers, Int64Array, PendingBatch, Priority
 from kvtier.io.engine_limits import WORKERS_MAX
 from kvtier.io.raw_device import RETRIES_MAX, RETRY_S, RawDevice
 from kvtier.io.rawfile import DirectMode, RawFile, open_raw
@@ -150,15 +150,12 @@ class ThreadsDevice(RawDevice):
             del work
 
     def _begin(
-        self, what: str, offsets: Int64Array, buffers: Buffers, priority: Priority, *, waits: bool
-    ) -> PendingBatch:
-        self._raw.ensure_open()
-        self.check(offsets, buffers)
-        check_memory(buffers, reading=what == "read")
-        batch = PendingBatch(what, self.path, offsets, buffers)
-        memory, starts, lengths = buffers.memory.data, buffers.starts, buffers.lengths
+        self, batch: PendingBatch, buffers: Buffers, priority: Priority, *, waits: bool
+    ) -> None:
+        offsets, memory = batch.offsets, buffers.memory.data
+        starts, lengths = buffers.starts, buffers.lengths
         fd = self._raw.acquire()
-        system_call = os.pwritev if what == "write" else os.preadv
+        system_call = os.pwritev if batch.what == "write" else os.preadv
 
         def move(first: int, past: int) -> None:
             which = slice(first, past)
@@ -187,7 +184,6 @@ class ThreadsDevice(RawDevice):
                 self._line.add((work, priority), priority)
             for _ in range(work.slices):
                 self._tokens.put(True)
-        return batch
 
     def wait(self, batch: PendingBatch) -> None:
         batch.join()

@@ -21,7 +21,7 @@ from typing import Self
 from kvtier.errors import ConfigError, DeviceError
 from kvtier.io import ring as ring_module
 from kvtier.io.completion_event import CompletionEvent
-from kvtier.io.device import Buffers, ByteArray, Int64Array, PendingBatch, Priority, check_memory
+from kvtier.io.device import Buffers, ByteArray, Int64Array, PendingBatch, Priority
 from kvtier.io.engine_limits import DEPTH_MAX
 from kvtier.io.probe import memlock_words
 from kvtier.io.raw_device import RawDevice
@@ -138,12 +138,8 @@ class UringDevice(RawDevice):
     # ---- batches ----------------------------------------------------------------------------
 
     def _begin(
-        self, what: str, offsets: Int64Array, buffers: Buffers, priority: Priority, *, waits: bool
-    ) -> PendingBatch:
-        self._raw.ensure_open()
-        self.check(offsets, buffers)
-        check_memory(buffers, reading=what == "read")
-        batch = PendingBatch(what, self.path, offsets, buffers)
+        self, batch: PendingBatch, buffers: Buffers, priority: Priority, *, waits: bool
+    ) -> None:
         # Into and from the page cache the kernel would copy at once, on the thread that submits.
         flags = 0 if waits or self.direct_io else ring_module.ASYNC
         flight = self._new_flight(batch, buffers, priority, flags)
@@ -159,7 +155,6 @@ class UringDevice(RawDevice):
                 # Who waits at once hands over and waits by one call, if nobody waits already.
                 if not waits or self._leader is not None:
                     self._ring.submit()
-        return batch
 
     def _new_flight(
         self, batch: PendingBatch, buffers: Buffers, priority: Priority, flags: int

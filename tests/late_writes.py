@@ -71,12 +71,16 @@ class LateWrites(SimulatedDevice):
             batch.errors[:] = self._batch("write", offsets, buffers)
         batch.settle()
 
+    def land_all(self) -> None:
+        """As `land`, for all that were held back."""
+        for batch in self.waiting:
+            self.land(batch)
+
     def wait(self, batch: PendingBatch) -> None:
         if batch in self._held():
             self.land(batch)
         super().wait(batch)
 
     def close(self) -> None:
-        for batch in self.waiting:
-            self.land(batch)
+        self.land_all()
         super().close()

@@ -21,10 +21,16 @@ class Merging(ThreadsDevice):
 
     bad: frozenset[int] = frozenset()
 
-    def _begin(
-        self, what: str, offsets: Int64Array, buffers: Buffers, priority: Priority, *, waits: bool
+    def _start(
+        self,
+        what: str,
+        offsets: Int64Array,
+        buffers: Buffers,
+        priority: Priority,
+        *,
+        waits: bool = False,
     ) -> PendingBatch:
-        batch = super()._begin(what, offsets, buffers, priority, waits=waits)
+        batch = super()._start(what, offsets, buffers, priority, waits=waits)
         batch.join()
         if what == "read" and self.bad & set(offsets.tolist()):
             batch.errors[:] = errno.ENODATA

@@ -225,7 +225,7 @@ def test_another_arena_is_announced_while_requests_wait(ring_device: UringDevice
     places = np.random.default_rng(3).permutation(512).astype(np.int64) * BLOCK
     starts = np.arange(512, dtype=np.int64) * BLOCK
     target = Buffers(first, starts, np.full(512, BLOCK, np.int64))
-    batch = ring_device._begin("read", places, target, Priority.DEMAND, waits=True)
+    batch = ring_device._start("read", places, target, Priority.DEMAND, waits=True)
     assert ring_device._ring.unsubmitted, "they would be handed over by the wait"
     assert ring_device.register(second)
     own = Buffers.whole(second)

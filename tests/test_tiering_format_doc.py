@@ -13,7 +13,6 @@ import pytest
 from kvtier.io import catalog, catalog_schema, superblock
 from kvtier.io.alignment import GRID_BYTES
 from kvtier.tiering import (
-    committer,
     extent_format,
     rebuild_finds,
     record_format,
@@ -162,7 +161,7 @@ def test_the_keys_of_a_record_are_listed() -> None:
     name = {"name", "generation", "end_digest", "limit", "token_count", "created"}
     assert listed == {("1", each) for each in name} | {("2", "description"), ("2", "geometry")}
     # The code that writes them has no table of them; the one that reads them refuses less.
-    assert name <= set(inspect.getsource(committer._Name).split('"'))
+    assert name <= set(inspect.getsource(record_format.name_body).split('"'))
     assert name <= set(inspect.getsource(rebuild_finds.NameRecord.read).split('"'))
 
 

@@ -198,19 +198,14 @@ class MemoryDevice(Device):
             at = int(offset) - DATA_START
             buffers.memory[start : start + length] = self.bytes[at : at + length]
 
-    def start_read(
-        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.DEMAND
+    def _start(
+        self, what: str, offsets: Int64Array, buffers: Buffers, priority: Priority
     ) -> PendingBatch:
-        batch = PendingBatch("read", self.path, offsets, buffers)
-        self.read(offsets, buffers)
-        batch.settle()
-        return batch
-
-    def start_write(
-        self, offsets: Int64Array, buffers: Buffers, priority: Priority = Priority.WRITE
-    ) -> PendingBatch:
-        batch = PendingBatch("write", self.path, offsets, buffers)
-        self.write(offsets, buffers)
+        batch = PendingBatch(what, self.path, offsets, buffers)
+        if what == "write":
+            self.write(offsets, buffers)
+        else:
+            self.read(offsets, buffers)
         batch.settle()
         return batch
 

@@ -70,6 +70,14 @@ class Opened:
         costs = Costs(LoadCost(0.0, bytes_per_s), prefill)
         self._patch.setattr(self.store.costs, "costs", lambda: costs)
 
+    def empty_hot(self) -> None:
+        """What was loaded must be read once more."""
+        self.store._mover.ahead.give_up()
+        hot = self.store._residency.hot
+        for slot in range(hot.pages.shape[1]):
+            for layer in range(2):
+                hot.drop(layer, slot)
+
     def check(self, answer: tuple[torch.Tensor, torch.Tensor], **how: Any) -> int:
         """Generate from what a cache restores; returns how many tokens that were."""
         ids, tokens = answer
@@ -83,6 +91,11 @@ def opened(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
     found = Opened(saved, monkeypatch)
     with found.store:
         yield found
+
+
+def fail(*args: Any, **more: Any) -> None:
+    """What the drive does."""
+    raise DeviceError("the drive is gone", 19)
 
 
 def slowed(patch: pytest.MonkeyPatch, seconds: float) -> list[int]:
@@ -205,10 +218,7 @@ def test_damage_in_the_middle_of_a_pass_is_computed_within_it(
     with TieredCache(opened.store, ids) as cache:
         assert cache.restored_tokens == TOKENS - 1
         damage(opened.store, *segments)
-        opened.store._mover.ahead.give_up()
-        for slot in range(opened.store._residency.hot.pages.shape[1]):
-            for layer in range(2):
-                opened.store._residency.hot.drop(layer, slot)
+        opened.empty_hot()
         output = generate(opened.model, ids, cache, NEW)
         assert torch.equal(output, tokens)
         assert opened.store.stats().damaged_extents == len(segments)
@@ -224,14 +234,8 @@ def test_a_device_that_fails_in_the_middle_of_a_pass_is_an_error(
     opened.cost(1e12)
     ids, _ = answer
 
-    def fail(*args: Any, **more: Any) -> None:
-        raise DeviceError("the drive is gone", 19)
-
     with TieredCache(opened.store, ids) as cache:
-        opened.store._mover.ahead.give_up()
-        for slot in range(opened.store._residency.hot.pages.shape[1]):
-            for layer in range(2):
-                opened.store._residency.hot.drop(layer, slot)
+        opened.empty_hot()
         monkeypatch.setattr(opened.store._extents.device, "start_read", fail)
         with pytest.raises(DeviceError, match="the drive is gone"):
             generate(opened.model, ids, cache, NEW)
@@ -264,9 +268,6 @@ def test_a_deadline_is_kept_when_the_drive_hangs(
 def test_a_drive_that_fails_as_a_whole_is_computed_around(
     opened: Opened, answer: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any, **more: Any) -> None:
-        raise DeviceError("the drive is gone", 19)
-
     with monkeypatch.context() as patch:
         patch.setattr(opened.store._extents.device, "start_read", fail)
         assert opened.check(answer, deadline_s=30.0) == 0

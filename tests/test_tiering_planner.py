@@ -269,6 +269,7 @@ def test_what_was_measured_is_known_to_the_next_run(tmp_path: Path) -> None:
         "",
         "[]",
         "{}",
+        "[" * 100_000,
         '{"version": 1}',
         '{"version": 2, "models": {"a": {}}}',
         '{"version": 1, "models": {"a": {}}}',
@@ -291,8 +292,11 @@ def test_a_file_that_cannot_be_used_is_measured_anew(tmp_path: Path, content: st
     [
         ("machine", "another"),
         ("bytes_per_s", 0),
+        ("bytes_per_s", float("inf")),
         ("latency_s", -1),
         ("passes", [[0, 1, 1]]),
+        ("passes", [[float("inf"), 1, 1]]),
+        ("passes", [[9, float("nan"), 1], [9, 1, 1]]),
         ("loaded", "now"),
     ],
 )

@@ -21,7 +21,17 @@ from kvtier.io.region_place import RegionPlace
 from kvtier.tiering import store_files
 from kvtier.tiering.config import Config
 from kvtier.tiering.opening import open_files
-from kvtier.tiering.store_files import CATALOG, LAYOUT_VERSION, LOCK, REGION, SETTINGS, Settings
+from kvtier.tiering.store_files import (
+    CATALOG,
+    COSTS,
+    LAYOUT_VERSION,
+    LOCK,
+    OWN_FILES,
+    REGION,
+    SETTINGS,
+    Settings,
+)
+from tests.store_cases import KV, PLAIN, open_store, put, some_tokens
 
 ROOT = Path(__file__).parent.parent
 STORE = "11111111-2222-3333-4444-555555555555"
@@ -180,6 +190,16 @@ def test_what_a_cut_creation_left_is_cleared(tmp_path: Path) -> None:
     files = open_files(tmp_path, SMALL)
     files.close()
     assert set(os.listdir(tmp_path)) == {SETTINGS, CATALOG, REGION, LOCK}
+
+
+def test_what_a_used_store_leaves_is_known_as_its_own(tmp_path: Path) -> None:
+    """What is not would keep a rebuild, or the next demo, from the directory."""
+    with open_store(tmp_path / "kv") as store:
+        put(store, KV(PLAIN), "a", some_tokens(600, 1))
+        store.costs.note_pass(600, 0, 0.1)
+    left = set(os.listdir(tmp_path / "kv"))
+    assert COSTS in left
+    assert left <= OWN_FILES | {SETTINGS}
 
 
 def test_a_catalog_that_cannot_be_read_is_not_cleared(tmp_path: Path) -> None:

@@ -49,8 +49,7 @@ class Device(LateWrites):
     """Stays open when a store closes it, for the next one; writes of a store that ended land."""
 
     def close(self) -> None:
-        for batch in self.waiting:
-            self.land(batch)
+        self.land_all()
         self.clear_log()
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.tiering.config import Config
-from kvtier.tiering.costs import COSTS, CostMeter
+from kvtier.tiering.costs import CostMeter
+from kvtier.tiering.store_files import COSTS
 from kvtier.tools import model_shapes, plan_chart
 from kvtier.tools.plan import Forecast, Hardware, forecast, forecast_text, parse_link
 from tests.command_cases import as_json, kvtier

@@ -39,7 +39,7 @@ class ReadAhead:
         self.extents = flights.extents
         self.residency = flights.residency
         self.room = room
-        self.buffers = BufferPool(bounce_bytes(flights.geometry))
+        self.buffers = BufferPool(bounce_bytes(self.extents.geometry))
         self.pages = 0
         """Pages whose reading was begun ahead."""
         self.pages_in_vain = 0
@@ -162,7 +162,7 @@ class ReadAhead:
         """Bring into HOT what is on its way of these units."""
         if not self._coming:
             return
-        wanted = [self._coming.get(_key(unit)) for unit in units]
+        wanted = {self._coming.get(_key(unit)) for unit in units}
         for flight in list(self._air):
             # Others may land it between the steps of this.
             if flight in self._air and any(each in wanted for each in flight.flying):
@@ -220,8 +220,8 @@ class ReadAhead:
         if flight in self._air:
             self._air.remove(flight)
         for each in flight.flying:
-            self.air_bytes -= self.flights.unit_bytes(each.unit)
-            self.pages_in_vain += self._pages(each.unit)
+            self.air_bytes -= each.shape.frames_bytes
+            self.pages_in_vain += each.shape.frames
             if self._coming.get(_key(each.unit)) is each:
                 del self._coming[_key(each.unit)]
         self.flights.give_up(flight)

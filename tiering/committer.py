@@ -46,14 +46,8 @@ class _Name:
     @property
     def body(self) -> dict[str, Any]:
         """Of its record."""
-        return {
-            "name": self.row.name,
-            "generation": self.segment.generation,
-            "end_digest": self.segment.end_digest.hex(),
-            "limit": self.row.limit,
-            "token_count": self.row.token_count,
-            "created": self.row.created,
-        }
+        segment = self.segment
+        return record_format.name_body(self.row, segment.generation, segment.end_digest)
 
 
 class Committer:
@@ -158,7 +152,7 @@ class Committer:
             known = index.find(self._place(segment, taken), segment.named_tokens)
             if known is None:
                 fresh.append(segment)
-                taken = self._places_taken(fresh)
+                self._take_place(segment, taken)
             elif adopting:
                 self._replace(sequence, place, known)
             else:
@@ -280,14 +274,18 @@ class Committer:
         return index.find_lost(self._place(segment, taken), segment.named_tokens)
 
     def _places_taken(self, fresh: list[Segment]) -> dict[Segment, Segment]:
-        """What takes the place of a lost Segment, and of which. What somebody views still is not
-        replaced: its whole layers are of use to them."""
+        """What takes the place of a lost Segment, and of which."""
         taken: dict[Segment, Segment] = {}
         for segment in fresh:
-            twins = [each for each in self._lost_twins(segment, taken) if not each.references]
-            if twins:
-                taken[segment] = twins[0]
+            self._take_place(segment, taken)
         return taken
+
+    def _take_place(self, segment: Segment, taken: dict[Segment, Segment]) -> None:
+        """Note in `taken` of which lost Segment this one takes the place, if of any. What somebody
+        views still is not replaced: its whole layers are of use to them."""
+        twins = [each for each in self._lost_twins(segment, taken) if not each.references]
+        if twins:
+            taken[segment] = twins[0]
 
     @contextmanager
     def _kept(self, segments: Collection[Segment]) -> Iterator[None]:

@@ -27,7 +27,7 @@ LATENCY_S_START = 0.001
 LOAD_BYTES_MIN = 256 << 10
 """Smaller loads tell of latency, which hardly changes, and not of the rate."""
 NEWEST_SHARE = 0.5
-"""Part of the rate that the newest load has; a load that is large against the last ones has all."""
+"""Part of the rate that the newest load has; the first one has all."""
 STALE_S = 30.0
 PASS_TOKENS_MIN = 8
 """Passes of fewer tokens are decoding: another way of computing."""
@@ -36,8 +36,6 @@ PASSES_KEPT = 12
 EXPLANATIONS = ((1,), (1, 2), (0, 1), (0, 1, 2), (2,), (0, 2))
 """Which of fixed_s, token_s and pair_s may be more than zero; a later choice must explain more.
 Passes of one size at one position say no more than what a token takes."""
-COSTS = "costs.json"
-"""Name of the file in a store's directory."""
 FILE_VERSION = 1
 
 
@@ -111,10 +109,13 @@ class CostMeter:
         """A forward pass of so many tokens, the first one at this position, took so long."""
         if tokens < PASS_TOKENS_MIN or seconds <= 0:
             return
-        kept = self._passes.setdefault(tokens.bit_length(), deque(maxlen=PASSES_KEPT))
-        kept.append((tokens, tokens * (position + tokens / 2), seconds))
-        self._prefill = None
+        self._add_pass(tokens, tokens * (position + tokens / 2), seconds)
         self._changed = True
+
+    def _add_pass(self, tokens: int, pairs: float, seconds: float) -> None:
+        kept = self._passes.setdefault(tokens.bit_length(), deque(maxlen=PASSES_KEPT))
+        kept.append((tokens, pairs, seconds))
+        self._prefill = None
 
     # ---- across runs ------------------------------------------------------------------------
 
@@ -128,19 +129,19 @@ class CostMeter:
             load = LoadCost(float(entry["latency_s"]), float(entry["bytes_per_s"]))
             loaded = None if entry["loaded"] is None else time.time() - float(entry["loaded"])
             passes = [(int(t), float(p), float(s)) for t, p, s in entry["passes"]]
-            if not (load.latency_s >= 0 and load.bytes_per_s > 0) or any(
-                tokens < 1 or pairs < 0 or not seconds > 0 for tokens, pairs, seconds in passes
+            if not (0 <= load.latency_s < math.inf and 0 < load.bytes_per_s < math.inf) or any(
+                tokens < 1 or not (0 <= pairs < math.inf and 0 < seconds < math.inf)
+                for tokens, pairs, seconds in passes
             ):
                 raise ValueError("numbers that no measurement gives")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             _log.warning("%s is not used: %r", path, error)
             return
         self._load = load
         if loaded is not None and 0 <= loaded < STALE_S:
             self._loaded_at = self._clock() - loaded
         for tokens, pairs, seconds in passes:
-            kept = self._passes.setdefault(tokens.bit_length(), deque(maxlen=PASSES_KEPT))
-            kept.append((tokens, pairs, seconds))
+            self._add_pass(tokens, pairs, seconds)
 
     def keep(self, path: Path, fingerprint: str) -> None:
         """Write down what was measured since, beside that of other models. Where that cannot be
@@ -155,7 +156,7 @@ class CostMeter:
             "loaded": None if self._loaded_at is None else time.time() - self._age_s(),
             "passes": [list(each) for kept in self._passes.values() for each in kept],
         }
-        new = path.with_suffix(".new")
+        new = path.with_name(f"{path.name}.new")
         try:
             new.write_text(json.dumps({"version": FILE_VERSION, "models": entries}), "utf-8")
             os.replace(new, path)
@@ -173,7 +174,7 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(content["models"])
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         _log.warning("%s is not used: %r", path, error)
         return {}
 

@@ -137,11 +137,9 @@ def plan_admission(usage: Usage, cost: ReadCost, room_bytes: int) -> BoolArray:
     """Which of these units a tier of so many bytes keeps: those worth most. Some of them are in it
     already, the others leave the tier before it, and are admitted where they are worth more than
     what they would push out."""
-    kept = np.zeros(len(usage.slots), np.bool_)
+    if int(usage.unit_bytes.sum()) <= room_bytes:
+        return np.ones(len(usage.slots), np.bool_)
     best_first = np.argsort(-worth(usage, cost), kind="stable")
-    sizes = usage.unit_bytes[best_first]
-    if int(sizes.sum()) <= room_bytes:
-        kept[:] = True
-        return kept
-    kept[best_first[np.cumsum(sizes) <= room_bytes]] = True
+    kept = np.zeros(len(usage.slots), np.bool_)
+    kept[best_first[np.cumsum(usage.unit_bytes[best_first]) <= room_bytes]] = True
     return kept

@@ -72,13 +72,17 @@ class ExtentChecker:
 
     def check_segment(self, row: SegmentRow, fingerprint: bytes) -> list[Finding]:
         """Everything that is wrong with the Extents of a Segment. The row must be sound."""
+        layers = range(self.count_segment(row))
+        return [each for layer in layers for each in self.check_extent(row, fingerprint, layer)]
+
+    def count_segment(self, row: SegmentRow) -> int:
+        """Count a Segment in the report, as checked or as missing; returns its layers."""
         extents = extents_of(row)
         if all(map(self.is_there, extents)):
             self.report.segments_checked += 1
         else:
             self.report.segments_missing += 1
-        layers = range(len(extents))
-        return [each for layer in layers for each in self.check_extent(row, fingerprint, layer)]
+        return len(extents)
 
     def check_extent(self, row: SegmentRow, fingerprint: bytes, layer: int) -> list[Finding]:
         """Read one Extent from end to end: what is wrong with it. Raises ClosedError."""

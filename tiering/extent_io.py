@@ -20,7 +20,6 @@ import torch
 from kvtier.errors import ChecksumMismatch, DeviceError, FormatError
 from kvtier.io.buffers import BufferPool
 from kvtier.io.device import Buffers, ByteArray, Device, Int64Array
-from kvtier.io.extent import Extent
 from kvtier.tiering import extent_format
 from kvtier.tiering.costs import DriveFlow
 from kvtier.tiering.drive_space import DriveSpace
@@ -181,19 +180,15 @@ class ExtentIO:
         """Bytes of Pages as numbers of the store's dtype."""
         return torch.from_numpy(payload).view(TORCH_DTYPES[self.geometry.dtype])
 
-    def places(self, units: Sequence[Unit]) -> list[Extent]:
-        """Where units lie that are about to be read: what is on its way there has arrived.
+    def require_written(self, units: Sequence[Unit]) -> None:
+        """Have units on the device that are about to be read: what is on its way there arrives.
 
         Raises DeviceError where the device did not take one.
         """
         self.finish_writes(units)
-        places: list[Extent] = []
         for unit in units:
-            extent = unit.segment.extents[unit.layer]
-            if extent is None:
+            if unit.segment.extents[unit.layer] is None:
                 raise self.not_written(unit)
-            places.append(extent)
-        return places
 
     def not_written(self, unit: Unit) -> DeviceError:
         """The error of who needs a unit whose write failed."""

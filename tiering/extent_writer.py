@@ -118,7 +118,7 @@ class ExtentWriter:
         payloads = [geometry.payload_bytes(each.unit.layer, each.tokens) for each in writes]
         lengths = np.array([align_up(size, GRID_BYTES) for size in payloads], np.int64)
         starts = starts_of(lengths)
-        extents: list[Extent | None] = []
+        extents: list[Extent] = []
         piece = self._piece(int(lengths.sum()))
         try:
             for each, head, length in zip(writes, heads, lengths.tolist(), strict=True):
@@ -128,18 +128,18 @@ class ExtentWriter:
                 start, payload = int(starts[index]), payloads[index]
                 piece.memory[start + payload : start + int(lengths[index])] = 0
                 self._fill(each, piece.memory[start : start + payload])
-            offsets = np.array([each.offset for each in extents if each], np.int64) + heads
+            offsets = np.array([each.offset for each in extents], np.int64) + heads
             buffers = Buffers(piece.memory, starts, lengths)
             # Taken before the first byte may be on its way: a flush that fails from now on counts.
             epoch = self.device.failed_flushes
             batch = self.device.start_write(offsets, buffers)
         except BaseException:
             piece.give_back()
-            self.space.free([each for each in extents if each])
+            self.space.free(extents)
             raise
         piece.used_by(batch)
         units = [each.unit for each in writes]
-        self.started.add(StartedWrite(batch, piece, offsets, buffers, units, extents))
+        self.started.add(StartedWrite(batch, piece, offsets, buffers, units, [*extents]))
         for unit, extent in zip(units, extents, strict=True):
             if not any(unit.segment.extents):
                 unit.segment.flush_epoch = epoch

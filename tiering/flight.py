@@ -24,7 +24,6 @@ from kvtier.io.ranges import merge_ranges
 from kvtier.tiering.extent_io import ExtentIO, Unit, UnitShape
 from kvtier.tiering.frame_runs import FrameArray
 from kvtier.tiering.frames import FramePool
-from kvtier.tiering.geometry import Geometry
 from kvtier.tiering.packing import scatter
 from kvtier.tiering.residency import Residency
 from kvtier.tiering.steps import Read, Steps, Wait, apart, run, started
@@ -157,9 +156,9 @@ class Flight:
             return
         starts = frames[at] * pool.frame_bytes
         behind = (at - begins[whose]) * pool.frame_bytes
-        requests = self._of(pool.arena)
-        requests.add(np.array(offsets, np.int64)[whose] + behind, starts, lengths, whose + first)
         arena = pool.arena
+        places = np.array(offsets, np.int64)[whose] + behind
+        self._of(arena).add(places, starts, lengths, whose + first)
         for each, start, length in zip(
             whose.tolist(), starts.tolist(), lengths.tolist(), strict=True
         ):
@@ -237,13 +236,13 @@ class Flight:
         """What could not be read, with its errno, once all batches are done. Raises DeviceError
         where the device as a whole fails."""
         failed: dict[Flying, int] = {}
-        was_done = all(batch.done for batch in self.batches)
+        waited = self.in_air
         for requests in self._requests.values():
             for whose, number in (yield from requests.landing()):
                 failed.setdefault(self._all[whose], number)
         self.extents.counters.bytes_read += self.nbytes
         if not failed:
-            self.extents.flow.landed(self.nbytes, self._began, waited=not was_done)
+            self.extents.flow.landed(self.nbytes, self._began, waited=waited)
         return failed
 
     def settling(self) -> Steps[None]:
@@ -277,8 +276,7 @@ def _runs(frames: FrameArray, ends: Int64Array) -> _Runs:
 class Flights:
     """What all flights into HOT hold. Callers hold the store's lock."""
 
-    def __init__(self, geometry: Geometry, residency: Residency, extents: ExtentIO) -> None:
-        self.geometry = geometry
+    def __init__(self, residency: Residency, extents: ExtentIO) -> None:
         self.residency = residency
         self.extents = extents
         self.frames_bytes = 0
@@ -295,7 +293,7 @@ class Flights:
 
     def add(self, flight: Flight, units: Sequence[Unit]) -> None:
         """Take Frames for units, for which there is room, and let this flight bring them. They are
-        on the device (`ExtentIO.places`)."""
+        on the device (`ExtentIO.require_written`)."""
         tier = self.residency.hot.tier
         by_pool: dict[FramePool, list[Unit]] = {}
         for unit in units:
@@ -326,7 +324,7 @@ class Flights:
         late = [each for each in checked if self.is_hot(each.unit)]
         if late:
             self.give(flight, late)
-            checked = [each for each in checked if each not in late]
+            checked = [each for each in checked if not self.is_hot(each.unit)]
         self._leave(flight, checked)
         for each in checked:
             hot.put_unit(each.unit.layer, each.unit.segment.slot, each.frames)

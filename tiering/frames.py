@@ -42,8 +42,8 @@ class FramePool:
         """header_room: bytes of the largest header of a unit whose Pages are these Frames."""
         self.frame_bytes = frame_bytes
         headers = min(max(HEADERS_BYTES // header_room, HEADERS_MIN), HEADERS_MAX)
-        self._headers_start = align_up(count * frame_bytes, GRID_BYTES)
-        self.arena: ByteArray = aligned_bytes(self._headers_start + headers * header_room)
+        headers_start = align_up(count * frame_bytes, GRID_BYTES)
+        self.arena: ByteArray = aligned_bytes(headers_start + headers * header_room)
         """Frame i is the frame_bytes from i * frame_bytes on."""
         rows = torch.from_numpy(self.arena[: count * frame_bytes])
         self.memory = rows.view(count, frame_bytes).view(dtype)
@@ -51,7 +51,7 @@ class FramePool:
         self.bits = bits_of(self.memory)
         self._free = FrameRuns(count)
         self._free_headers = [
-            self._headers_start + place * header_room for place in range(headers - 1, -1, -1)
+            headers_start + place * header_room for place in range(headers - 1, -1, -1)
         ]
 
     def take(self, count: int) -> FrameArray:
@@ -71,10 +71,6 @@ class FramePool:
 
     def give_header(self, start: int) -> None:
         self._free_headers.append(start)
-
-    @property
-    def headers_free(self) -> int:
-        return len(self._free_headers)
 
     def return_memory(self, frames: FrameArray) -> None:
         """Let the system have the memory of Frames that were given back."""

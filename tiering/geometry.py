@@ -53,6 +53,10 @@ class LayerGeometry:
         """Elements of one token of one kv head: its key row and its value row."""
         return self.key_width + self.value_width
 
+    def first_seen(self, position: int) -> int:
+        """The first position that the token at this one attends to."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:

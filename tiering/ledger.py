@@ -166,8 +166,7 @@ class Ledger:
         flushed. Raises DeviceError, after which nothing of the change is done. Headers that could
         not be erased are no error here: see `require_erased`.
         """
-        new_rows = [*(new.row for new in change.segments), *change.replaced.values()]
-        fresh = [extent for row in new_rows for extent in extents_of(row)]
+        fresh = _segment_extents(change)
         assert not any(map(self.started.covers, fresh)), "a flush covers only what was done before"
         if change.segments or change.replaced or change.names or change.slabs.added:
             self.device.flush()
@@ -176,7 +175,7 @@ class Ledger:
         ids: list[int] = []
         rows: list[SegmentRow] = []
         names: list[NameRow] = []
-        named = self._named_now(change)
+        named = self._named_now(change, fresh)
         with self.catalog.transaction():
             self.catalog.absolve([*self._erased, *named])
             for new in change.segments:
@@ -208,11 +207,9 @@ class Ledger:
         self._not_erased = self.slabs.rewrite(outcome.stale) or self._not_erased
         return ids
 
-    def _named_now(self, change: Change) -> list[Extent]:
-        """What was announced and is named by this change."""
-        rows = [*(new.row for new in change.segments), *change.replaced.values()]
-        extents = [extent for row in rows for extent in extents_of(row)]
-        extents += [name.record for name in change.names]
+    def _named_now(self, change: Change, fresh: list[Extent]) -> list[Extent]:
+        """What was announced and is named by this change. fresh: its Segments' Extents."""
+        extents = [*fresh, *(name.record for name in change.names)]
         extents += [
             extent for new in change.slabs.added for extent in unpack_extents(new.row.extent)
         ]
@@ -355,6 +352,12 @@ def load_allocator(catalog: Catalog, inventory: Inventory, region: Regions) -> S
     extents += catalog.condemned()
     allocator.occupy(each for each in extents if region.holds(each))
     return allocator
+
+
+def _segment_extents(change: Change) -> list[Extent]:
+    """Extents of the Segments that a change names."""
+    rows = [*(new.row for new in change.segments), *change.replaced.values()]
+    return [extent for row in rows for extent in extents_of(row)]
 
 
 def _offsets(extents: Sequence[Extent]) -> Int64Array:

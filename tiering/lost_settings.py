@@ -35,13 +35,11 @@ def known_settings(directory: Path, regions: Sequence[str]) -> Settings | None:
         if not (directory / store_files.SETTINGS).exists():
             store_files.prepare_directory(directory, store_files.RECOVERED)
         return None
-    own = [each.path for each in settings.places(directory)]
-    wanted = {os.path.realpath(path) for path in regions}
-    if wanted and wanted != {os.path.realpath(path) for path in own}:
-        raise ConfigError(
-            f"this store's region is {', '.join(own)}, not {', '.join(regions)}: leave "
-            "--region out, or name another directory for that region's store"
-        )
+    settings.require_named(
+        directory,
+        regions,
+        "leave --region out, or name another directory for that region's store",
+    )
     return settings
 
 

@@ -160,13 +160,11 @@ def _require_different(paths: list[str]) -> None:
 
 def _check_region(settings: Settings, directory: Path, config: Config) -> None:
     """Raise ConfigError when the caller asks for other regions than the store has."""
-    paths = [each.path for each in settings.places(directory)]
-    wanted = {os.path.realpath(path) for path in config.region_paths}
-    if wanted and wanted != {os.path.realpath(path) for path in paths}:
-        raise ConfigError(
-            f"this store's region is {', '.join(paths)}, not {', '.join(config.region_paths)}: "
-            "leave region out, or name another directory to make a store on it"
-        )
+    settings.require_named(
+        directory,
+        config.region_paths,
+        "leave region out, or name another directory to make a store on it",
+    )
     if config.region_bytes is not None and config.region_bytes != settings.region_bytes:
         raise ConfigError(
             f"this store's region has {settings.region_bytes} bytes, {config.region_bytes} were "

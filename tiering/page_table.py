@@ -10,14 +10,11 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.io.device import Int64Array
-from kvtier.tiering.frame_table import PlacedViews
+from kvtier.tiering.frame_table import BoolArray, PlacedViews
 from kvtier.tiering.geometry import PAGE_TOKENS, pages_of
 from kvtier.tiering.segment import Segment, SegmentView
-
-BoolArray = npt.NDArray[np.bool_]
 
 ALIKE = -1
 
@@ -127,13 +124,7 @@ def columns_of(views: Iterable[tuple[Segment, int]], layer: int) -> Columns:
     starts = np.array([segment.start for segment in segments], np.int64)
     # Of a Segment in another order, or one that is not known, any Page may hold what is shown.
     held = np.array(
-        [
-            limit
-            if limit == segment.token_count or _in_order(segment, layer)
-            else segment.token_count
-            for segment, limit in pairs
-        ],
-        np.int64,
+        [limit if _in_order(each, layer) else each.token_count for each, limit in pairs], np.int64
     )
     pages = -(-held // PAGE_TOKENS)
     owner = np.repeat(np.arange(len(pairs)), pages)

@@ -112,13 +112,12 @@ class PlanRunner:
             nbytes = restorer.bytes_to_read(restorer.seen(views, len(self._tokens)))
         stored = ranges(views)
         held = sum(end - start for start, end in stored)
-        if self._compute is None:
-            stored = [each for each in stored if not each[0]]
-        self._views = {view.segment.start: view for view in views}
-        context = planner.Context(self._length, tuple(stored), nbytes / max(held, 1))
         costs = store.costs.costs()
         if self._compute is None:
+            stored = [each for each in stored if not each[0]]
             costs = replace(costs, prefill=None)
+        self._views = {view.segment.start: view for view in views}
+        context = planner.Context(self._length, tuple(stored), nbytes / max(held, 1))
         return planner.plan(costs, context, way=self._wish.way, deadline_s=self._wish.deadline_s)
 
     @property
@@ -193,8 +192,9 @@ class PlanRunner:
             return wanted
         # A token to be computed needs all before it, so the first run is had from its back, and
         # beyond where they are predicted to meet: the drive may be faster than it was.
-        run = [view for view in views if view.segment.start < loads[0].end]
-        return [*reversed(run), *(view for view in wanted if view not in run)]
+        run_end = loads[0].end
+        run = [view for view in views if view.segment.start < run_end]
+        return [*reversed(run), *(view for view in wanted if view.segment.start >= run_end)]
 
     def _attach(self, sequence: Sequence, loader: BackLoader) -> bool:
         """Attach what is there of what follows. False: nothing."""
@@ -256,13 +256,12 @@ class PlanRunner:
     def _next_edge(self, loader: BackLoader, at: int) -> int | None:
         """Where computing from here on is to end: where something can be attached, or where a hole
         was cut. None: nothing behind can be attached."""
-        known = [start for start in sorted(self._views) if start > at and loader.knows(start)]
-        states = {start: loader.state(start) for start in known}
+        states = {each: loader.state(each) for each in sorted(self._views) if loader.knows(each)}
         behind = [
             start
-            for start in known
-            if self._is_there(loader, start)
-            or (states[start] is State.WAITING and not self._is_late)
+            for start, state in states.items()
+            if start > at
+            and (state is State.LOADED or (state is not State.FAILED and not self._is_late))
         ]
         if not behind:
             return None
@@ -273,6 +272,5 @@ class PlanRunner:
         )
         edges = [next(ready, behind[-1]), *(end for _, end in self._holes)]
         # What failed just now is a hole as well.
-        failed = [start for start in self._views if loader.knows(start)]
-        edges += [self._end_of(s) for s in failed if loader.state(s) is State.FAILED]
+        edges += [self._end_of(start) for start in states if states[start] is State.FAILED]
         return min(edge for edge in edges if edge > at)

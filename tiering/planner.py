@@ -145,7 +145,7 @@ def _choose(seconds: dict[Way, float], is_stale: bool) -> tuple[Way, str]:
     best: Way = min(seconds, key=lambda each: seconds[each])
     if best == "load" or seconds[best] > load * (1 - MARGIN):
         return "load", f"{load:.3g} s, and no other way is clearly faster"
-    if best == "recompute" and is_stale and "both" in seconds:
+    if best == "recompute" and is_stale:
         return "both", "the drive's rate was measured long ago: reading beside tells it anew"
     return best, f"{seconds[best]:.3g} s instead of {load:.3g} s for loading"
 

@@ -102,7 +102,7 @@ class Reader:
             parts.extend(self._past(sequence, query, past))
         else:
             self.mover.read_on_behind(sequence, query.layer, found.slots)
-            parts.append(self._attend_placed(query, found))
+            parts.append(self._attend_frames(query, found.frames, found.valid))
         out = parts[0].out if len(parts) == 1 else merge(parts).out
         return out.to(query.vectors.dtype)
 
@@ -164,7 +164,7 @@ class Reader:
         layer = query.layer
         shape = self.geometry.layers[layer]
         length, count = sequence.length(layer), query.vectors.shape[1]
-        first = 0 if shape.window is None else max(0, length - count - shape.window + 1)
+        first = shape.first_seen(length - count)
         columns = sequence.table.columns(layer, sequence.views, sequence.tail, first)
         columns = columns.between(layer, first, past)
         size = GROUP_PAGES_ONE_QUERY if count == 1 else GROUP_PAGES
@@ -194,33 +194,38 @@ class Reader:
     def _placed(self, sequence: Sequence, query: Query, past: int) -> Placed | None:
         """Frames of everything before `past`, where HOT holds all of it and every query sees it."""
         layer = query.layer
-        asked_alone = query.vectors.shape[1] == 1
         if self.geometry.layers[layer].window is not None or past < sequence.sealed_tokens:
             return None
-        if not asked_alone and past == sequence.length(layer):
+        if query.vectors.shape[1] > 1 and past == sequence.length(layer):
             return None
         tail = [
             (each, min(each.filled[layer], past - each.start))
             for each in sequence.tail
             if each.filled[layer] and each.start < past
         ]
-        kept = sequence.table.placed
-        found = placed(kept, self.residency.hot, layer, sequence.views, tail)
+        found = placed(sequence.table.placed, self.residency.hot, layer, sequence.views, tail)
         if found is not None:
             self.residency.note(layer, found.slots)
         return found
 
-    def _attend_placed(self, query: Query, placed: Placed) -> Partial:
+    def _attend_frames(
+        self,
+        query: Query,
+        frames: torch.Tensor,
+        valid: torch.Tensor | None,
+        visible: torch.Tensor | None = None,
+    ) -> Partial:
         shape = self.geometry.layers[query.layer]
         return paged_attention(
             query.vectors,
             self.residency.hot.tier.memory(query.layer),
-            placed.frames,
+            frames,
             (shape.key_width, shape.value_width),
-            placed.valid,
+            valid,
             scale=query.scale,
             workspace=self._workspace,
             softcap=query.softcap,
+            visible=visible,
         )
 
     def _attend_group(
@@ -229,8 +234,7 @@ class Reader:
         """stream: tokens of the layer, and how many of the last ones ask. bounds: [first, past)."""
         layer = query.layer
         shape = self.geometry.layers[layer]
-        hot = self.residency.hot
-        frames = hot.frames[layer][group.slots(), :, group.page]
+        frames = self.residency.hot.frames[layer][group.slots(), :, group.page]
         assert (frames != NO_FRAME).all()
         positions = group.positions(layer, shape.kv_heads, *bounds)
         valid = visible = None
@@ -248,17 +252,8 @@ class Reader:
             if shape.window is not None:
                 seen &= all_positions[None] > asking[:, None, None, None] - shape.window
             visible = torch.from_numpy(seen)
-        return paged_attention(
-            query.vectors,
-            hot.tier.memory(layer),
-            torch.from_numpy(np.ascontiguousarray(frames.T, np.int64)),
-            (shape.key_width, shape.value_width),
-            valid,
-            scale=query.scale,
-            workspace=self._workspace,
-            softcap=query.softcap,
-            visible=visible,
-        )
+        by_head = torch.from_numpy(np.ascontiguousarray(frames.T, np.int64))
+        return self._attend_frames(query, by_head, valid, visible)
 
     @staticmethod
     def _differs_by_query(positions: Int64Array, asking: Int64Array, window: int | None) -> bool:

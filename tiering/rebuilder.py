@@ -325,14 +325,8 @@ def _finish(catalog: Catalog, region: Regions, plan: RebuildPlan) -> None:
         if name.moved:
             key = (prints[name.record.fingerprint], name.record.name)
             row = ledger.inventory.names[key]
-            body = {
-                "name": row.name,
-                "generation": plan.segments[name.segment].found.key.generation,
-                "end_digest": name.record.end_digest.hex(),
-                "limit": row.limit,
-                "token_count": row.token_count,
-                "created": row.created,
-            }
+            generation = plan.segments[name.segment].found.key.generation
+            body = record_format.name_body(row, generation, name.record.end_digest)
             place = allocator.allocate(record_format.bytes_of(body))
             record = Record(
                 uuid.UUID(catalog.store_uuid).bytes, name.record.fingerprint, NAME, body

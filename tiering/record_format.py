@@ -29,6 +29,7 @@ import xxhash
 from kvtier.errors import BadMagic, ChecksumMismatch, ConfigError, FormatError, VersionMismatch
 from kvtier.io.alignment import GRID_BYTES, align_up
 from kvtier.io.buffers import aligned_bytes
+from kvtier.io.catalog import NameRow
 from kvtier.io.device import Buffers, ByteArray, Int64Array
 from kvtier.io.extent import Extent
 
@@ -75,6 +76,18 @@ class Record:
         block[: len(head)] = np.frombuffer(head, np.uint8)
         block[len(head) : len(head) + len(body)] = np.frombuffer(body, np.uint8)
         return block
+
+
+def name_body(row: NameRow, generation: int, end_digest: bytes) -> dict[str, Any]:
+    """Of the record of a name. generation, end_digest: of the Segment that it ends in."""
+    return {
+        "name": row.name,
+        "generation": generation,
+        "end_digest": end_digest.hex(),
+        "limit": row.limit,
+        "token_count": row.token_count,
+        "created": row.created,
+    }
 
 
 def put(record: Record, extent: Extent, write: Callable[[Int64Array, Buffers], None]) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from collections.abc import Sequence as Listing
 
 import numpy as np
 
@@ -68,26 +69,11 @@ class Restorer:
             if len(wanted) > HEAVY_TOKENS:
                 # Their match, and the list of their units, take milliseconds.
                 yield Pause.HEAVY
-            self.attach(sequence, wanted)
+            self.attach(sequence, self.registry.index(sequence.provenance).match(wanted))
             in_hot, in_host = self._in_memory(sequence)
-            try:
-                if lazily:
-                    yield from self._announcing(sequence, reading)
-                else:
-                    yield from self._loading(sequence, reading)
-            except (FormatError, DeviceError):
-                # The catalog may have to note it, which is a transaction.
-                yield from self._before_quarantine(sequence)
-                damaged = self.quarantine(sequence)
-                self.detach(sequence)
-                if not damaged:
-                    # No Segment is to blame: the device as a whole fails.
-                    raise
-                continue
-            except BaseException:
-                self.detach(sequence)
-                raise
-            break
+            bring = self._announcing if lazily else self._loading
+            if (yield from self._is_sound(sequence, bring(sequence, reading))):
+                break
         self.matched_in_hot += in_hot
         self.matched_in_host += in_host
         self.accept(sequence, wanted)
@@ -105,22 +91,9 @@ class Restorer:
         held = len(sequence.views)
         begin = sequence.length()
         while added := stored_ranges.unbroken(self.behind(sequence, wanted), begin):
-            for view in added:
-                self.registry.acquire(view.segment)
-            sequence.views = (*sequence.views, *added)
-            try:
-                yield from self._loading(sequence, reading, held)
-            except (FormatError, DeviceError):
-                yield from self._before_quarantine(sequence, held)
-                damaged = self.quarantine(sequence)
-                self.detach(sequence, held)
-                if not damaged:
-                    raise
-                continue
-            except BaseException:
-                self.detach(sequence, held)
-                raise
-            break
+            self.attach(sequence, added)
+            if (yield from self._is_sound(sequence, self._loading(sequence, reading, held), held)):
+                break
         sequence.declare(wanted[: sequence.length()])
         self.tokens_matched += sequence.length() - begin
         self.touch(sequence)
@@ -146,11 +119,10 @@ class Restorer:
         """Tokens of what was attached that HOT has in every layer, and that HOT or HOST has."""
         in_hot = in_host = 0
         end = sequence.length()
-        windows = [layer.window for layer in self.geometry.layers]
+        # A layer with a window needs nothing of what lies before it.
+        first = np.array([layer.first_seen(end) for layer in self.geometry.layers])
         for view in sequence.views:
-            # A layer with a window needs nothing of what lies before it.
-            unseen = np.array([w is not None and view.end <= end - w + 1 for w in windows])
-            hot = unseen | (self.residency.hot.pages[:, view.segment.slot] > 0)
+            hot = (view.end <= first) | (self.residency.hot.pages[:, view.segment.slot] > 0)
             host = self.residency.host.pages[:, view.segment.slot] > 0
             if hot.all():
                 in_hot += view.limit
@@ -158,12 +130,11 @@ class Restorer:
                 in_host += view.limit
         return in_hot, in_host
 
-    def attach(self, sequence: Sequence, wanted: Tokens) -> None:
-        """View what the index has of `wanted`; nothing is read yet."""
-        views = self.registry.index(sequence.provenance).match(wanted)
+    def attach(self, sequence: Sequence, views: Listing[SegmentView]) -> None:
+        """Have a Sequence go on with these; nothing is read yet."""
         for view in views:
             self.registry.acquire(view.segment)
-        sequence.views = views
+        sequence.views = (*sequence.views, *views)
 
     def detach(self, sequence: Sequence, held: int = 0) -> None:
         """Give up the views of a Sequence that were only attached: all but the first `held`."""
@@ -200,14 +171,16 @@ class Restorer:
         views = list(views)
         units = []
         for layer, shape in enumerate(self.geometry.layers):
-            first = 0 if shape.window is None else max(0, end - shape.window + 1)
+            first = shape.first_seen(end)
             units += [Unit(view.segment, layer) for view in views if view.end > first]
         return units
 
     def _loading(self, sequence: Sequence, reading: Reading, held: int = 0) -> Steps[None]:
         """Bring a match into HOT as far as it has room, and check the headers of the rest."""
         units = self.units(sequence, held)
-        began, nbytes = time.perf_counter(), self.bytes_to_read(units)
+        # Where others act between the steps, the time would tell nothing of the drive.
+        nbytes = 0 if reading.shared else self.bytes_to_read(units)
+        began = time.perf_counter()
         loaded = yield from self.mover.loading(units, reading, idle_only=True)
         if not reading.shared:
             self.mover.touch(units[:loaded])
@@ -232,7 +205,29 @@ class Restorer:
             total += extent.length if extent is not None and not in_memory else 0
         return total
 
-    def _before_quarantine(self, sequence: Sequence, held: int = 0) -> Steps[None]:
+    def _is_sound(self, sequence: Sequence, bringing: Steps[None], held: int = 0) -> Steps[bool]:
+        """Bring what was attached behind the first `held` views. False: some of it is damaged, and
+        not found again, and all of it is given up.
+
+        Raises DeviceError when the device as a whole fails, after giving it up as well.
+        """
+        try:
+            yield from bringing
+        except (FormatError, DeviceError):
+            # The catalog may have to note it, which is a transaction.
+            yield from self._before_quarantine(sequence, held)
+            damaged = self.quarantine(sequence)
+            self.detach(sequence, held)
+            if not damaged:
+                # No Segment is to blame: the device as a whole fails.
+                raise
+            return False
+        except BaseException:
+            self.detach(sequence, held)
+            raise
+        return True
+
+    def _before_quarantine(self, sequence: Sequence, held: int) -> Steps[None]:
         """A pause, in which the work may be given up."""
         try:
             yield Pause.HEAVY

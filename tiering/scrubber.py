@@ -228,12 +228,7 @@ class Scrubber:
 
     def _check_segment(self, row: SegmentRow, fingerprint: bytes) -> None:
         """Check one Segment and act on what is confirmed."""
-        extents = extents_of(row)
-        if all(map(self._checker.is_there, extents)):
-            self._report.segments_checked += 1
-        else:
-            self._report.segments_missing += 1
-        for layer in range(len(extents)):
+        for layer in range(self._checker.count_segment(row)):
             if self._ending.is_set() or not self._is_current(row):
                 return
             if self._checker.check_extent(row, fingerprint, layer):

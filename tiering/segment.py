@@ -21,6 +21,7 @@ from kvtier.tiering.geometry import SEGMENT_TOKENS
 from kvtier.tiering.page_layout import Order
 
 NO_SLOT = -1
+NO_DRIVE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,6 @@ class History:
 
     began_at: int
     interval: int
-
-
-NO_DRIVE = -1
 
 
 @dataclass(slots=True, eq=False)

@@ -68,11 +68,6 @@ class Sequence:
         # No arrays: it is asked in every layer of every step.
         return len(set(map(sum, zip(*(each.filled for each in self.tail), strict=True)))) <= 1
 
-    @property
-    def written(self) -> bool:
-        """Everything before the Tail is on the device."""
-        return all(view.segment.written for view in self.views)
-
     def require_between_passes(self) -> None:
         """Raises ConfigError while layers hold different numbers of tokens."""
         if not self.between_passes:

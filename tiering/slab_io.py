@@ -24,7 +24,7 @@ from kvtier.io.device import Buffers, ByteArray, Int64Array
 from kvtier.io.extent import Extent
 from kvtier.tiering import slab_format
 from kvtier.tiering.blob_index import BlobPlace
-from kvtier.tiering.extent_io import BATCH_BYTES, ExtentIO, batches
+from kvtier.tiering.extent_io import BATCH_BYTES, ExtentIO, batches, starts_of
 from kvtier.tiering.findings import place as place_words
 from kvtier.tiering.slab_format import (
     DIRECTORY_ENTRY,
@@ -146,7 +146,7 @@ class SlabIO:
     def _write(self, offsets: list[int], lengths: list[int], memory: ByteArray) -> None:
         """Pieces that lie one behind the other in memory."""
         sizes: Int64Array = np.array(lengths, np.int64)
-        starts: Int64Array = np.cumsum(sizes) - sizes
+        starts = starts_of(sizes)
         self.extents.space.write(np.array(offsets, np.int64), Buffers(memory, starts, sizes))
 
     def _rows(self, draft: _Draft) -> NewSlab:
@@ -223,7 +223,7 @@ class SlabIO:
                 lengths.append(min(BATCH_BYTES, each.end - first))
                 owners.append(index)
         sizes: Int64Array = np.array(lengths, np.int64)
-        starts: Int64Array = np.cumsum(sizes) - sizes
+        starts = starts_of(sizes)
         try:
             self.extents.device.read(np.array(offsets, np.int64), Buffers(memory, starts, sizes))
         except DeviceError as error:

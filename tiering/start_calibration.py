@@ -40,8 +40,6 @@ def calibrations(directory: Path, settings: Settings, config: Config) -> dict[st
         return {}
     places = settings.places(directory)
     known = {each.path: calibration_file.load(directory, each.path) for each in places}
-    if all(known.values()):
-        return _those_known(known)
     unknown = [
         (number, each)
         for number, each in enumerate(places)
@@ -49,14 +47,14 @@ def calibrations(directory: Path, settings: Settings, config: Config) -> dict[st
     ]
     if unknown:
         try:
-            offsets, lengths = stored_extents(directory, settings)
+            stored = stored_extents(directory, settings)
         except KvtierError as error:
             # The opening itself, which comes next, says what is wrong with it.
             _log.debug("nothing is measured: %s", error)
-            return _those_known(known)
-        for number, place in unknown:
-            known[place.path] = _measured(directory, number, place, (offsets, lengths))
-    return _those_known(known)
+        else:
+            for number, place in unknown:
+                known[place.path] = _measured(directory, number, place, stored)
+    return {path: each for path, each in known.items() if each is not None}
 
 
 def window_of(number: int, stored: tuple[Int64Array, Int64Array]) -> tuple[int, int] | None:
@@ -98,7 +96,3 @@ def _measured(
     calibration_file.save(directory, place.path, found)
     _log.info("%s: %s", place.path, found.why)
     return found
-
-
-def _those_known(known: dict[str, Calibration | None]) -> dict[str, Calibration]:
-    return {path: each for path, each in known.items() if each is not None}

@@ -20,7 +20,6 @@ from kvtier.tiering.background_scrub import background_scrub
 from kvtier.tiering.blobs import BlobShelf, blob_key, blob_view
 from kvtier.tiering.committer import Committer, add_fingerprint
 from kvtier.tiering.config import Config
-from kvtier.tiering.costs import COSTS
 from kvtier.tiering.drive_space import DriveSpace
 from kvtier.tiering.extent_io import ExtentIO, Owner, bounce_bytes
 from kvtier.tiering.extent_writer import ExtentWriter
@@ -42,6 +41,7 @@ from kvtier.tiering.scrubber import RATE_DEFAULT, Scrubber
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.stats import StoreStats, catalog_bytes, collect
 from kvtier.tiering.stats_file import StatsFile
+from kvtier.tiering.store_files import COSTS
 from kvtier.tiering.transfer import Mover
 from kvtier.tiering.writer import Writer, hot_bytes_min
 

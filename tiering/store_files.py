@@ -10,7 +10,7 @@ import errno
 import os
 import sqlite3
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ SETTINGS = "store.yaml"
 CATALOG = "catalog.sqlite"
 LOCK = "lock"
 REGION = "region.kv"
+COSTS = "costs.json"
 LAYOUT_VERSION = 1
 SETTINGS_BYTES_MAX = 64 << 10
 """Far more than `write_settings` writes for the longest path."""
@@ -49,7 +50,7 @@ CATALOG_FILES = {
 }
 OWN_FILES = {
     *(*CATALOG_FILES, LOCK, REGION, f"{SETTINGS}.new"),
-    *(STATS, f"{STATS}.new", CALIBRATION, f"{CALIBRATION}.new"),
+    *(name + suffix for name in (STATS, CALIBRATION, COSTS) for suffix in ("", ".new")),
 }
 LOST = f"{CATALOG}.lost-"
 REBUILT = f"{CATALOG}.rebuilt"
@@ -74,6 +75,17 @@ class Settings:
     def places(self, directory: Path) -> list[RegionPlace]:
         """The regions, with paths that need no directory."""
         return [RegionPlace(os.fspath(directory / each.path), each.nbytes) for each in self.regions]
+
+    def require_named(self, directory: Path, named: Sequence[str], remedy: str) -> None:
+        """Raise ConfigError where somebody names other paths than the regions'; none will do.
+
+        remedy: what to do then.
+        """
+        own = [each.path for each in self.places(directory)]
+        if named and set(map(os.path.realpath, named)) != set(map(os.path.realpath, own)):
+            raise ConfigError(
+                f"this store's region is {', '.join(own)}, not {', '.join(named)}: {remedy}"
+            )
 
 
 def is_store(directory: Path) -> bool:

@@ -19,7 +19,6 @@ from kvtier.tiering.ahead import ReadAhead
 from kvtier.tiering.extent_io import ExtentIO, Unit, batches
 from kvtier.tiering.extent_writer import UnitWrite
 from kvtier.tiering.flight import Flight, Flights, Flying
-from kvtier.tiering.frame_runs import FrameArray
 from kvtier.tiering.frames import bits_of
 from kvtier.tiering.geometry import PAGE_TOKENS, Geometry, pages_of
 from kvtier.tiering.packing import gather, pack, rearranged, scatter
@@ -53,7 +52,7 @@ class Mover:
         self.residency = residency
         self.room = room
         self.extents = extents
-        self.flights = Flights(geometry, residency, extents)
+        self.flights = Flights(residency, extents)
         self.ahead = ReadAhead(self.flights, room)
 
     @property
@@ -114,8 +113,7 @@ class Mover:
         some = False
         count = len(self.geometry.layers)
         for behind in [*range(layer + 1, count), *range(layer + 1)]:
-            window = self.geometry.layers[behind].window
-            first = 0 if window is None else stream.length(behind) + 1 - window
+            first = self.geometry.layers[behind].first_seen(stream.length(behind))
             missing = (hot.pages[behind, slots] == 0) & (ends > first)
             for index in np.flatnonzero(missing).tolist():
                 some = True
@@ -174,7 +172,7 @@ class Mover:
         missing = np.flatnonzero(residency.hot.pages[layers, slots] == 0)
         absent = [units[index] for index in missing.tolist()]
         in_host = residency.host.pages[layers[missing], slots[missing]] > 0
-        self.extents.places(
+        self.extents.require_written(
             [each for each, held in zip(absent, in_host.tolist(), strict=True) if not held]
         )
         total = sum(self.flights.unit_bytes(each) for each in absent)
@@ -215,11 +213,13 @@ class Mover:
     def _bring(self, units: Sequence[Unit], flight: Flight) -> None:
         """Have units in HOT, where there is room for them, or with Frames in `flight`."""
         if self.residency.host.tier.used_bytes:
-            held = self.residency.host.pages
-            upper = [each for each in units if held[each.layer, each.segment.slot]]
-            for unit in upper:
-                move_up(unit.layer, unit.segment.slot, self.residency)
-            units = [each for each in units if each not in upper]
+            held, lower = self.residency.host.pages, []
+            for unit in units:
+                if held[unit.layer, unit.segment.slot]:
+                    move_up(unit.layer, unit.segment.slot, self.residency)
+                else:
+                    lower.append(unit)
+            units = lower
         self.flights.add(flight, units)
 
     def _has_room(self, needed_bytes: int, reading: Reading, newcomers: Newcomers | None) -> bool:
@@ -284,20 +284,6 @@ class Mover:
 
     # ---- Frames -----------------------------------------------------------------------------
 
-    def _take(self, unit: Unit) -> FrameArray:
-        """New Frames [heads, pages] for a whole unit."""
-        layout = self.extents.layout(unit)
-        heads = layout.layer.kv_heads
-        frames = self.residency.hot.tier.take(unit.layer, heads * layout.pages)
-        return frames.reshape(heads, layout.pages)
-
-    def _put(self, unit: Unit, frames: FrameArray, payload: torch.Tensor) -> None:
-        """Copy a payload into Frames that were taken, which are HOT's copy from now on."""
-        hot = self.residency.hot
-        layout = self.extents.layout(unit)
-        scatter(payload, layout, hot.tier.memory(unit.layer), torch.from_numpy(frames))
-        hot.put(unit.layer, unit.segment.slot, 0, frames)
-
     def keep(self, write: UnitWrite, *, idle_only: bool) -> None:
         """Have a unit that was just written in HOT as well, where there can be room for it (with
         idle_only: where that costs only idle Pages)."""
@@ -305,7 +291,7 @@ class Mover:
         if not self.room.make(self.flights.unit_bytes(unit), idle_only=idle_only):
             return
         self._place_tensors(write)
-        self.residency.touch(np.array([unit.layer]), np.array([unit.segment.slot]))
+        self.touch([unit])
 
     def reorder(self, write: UnitWrite) -> None:
         """Bring the Frames of a unit that was written from a Tail into the order it was written
@@ -315,10 +301,14 @@ class Mover:
             self._place_tensors(write)
 
     def _place_tensors(self, write: UnitWrite) -> None:
+        """Copy a whole unit into new Frames, which are HOT's copy from now on."""
+        unit, hot = write.unit, self.residency.hot
+        shape = self.extents.shape(unit)
         packed = write.keys.new_empty(write.keys.numel() + write.values.numel())
-        order = write.unit.segment.orders[write.unit.layer]
-        pack(write.keys, write.values, order, packed)
-        self._put(write.unit, self._take(write.unit), packed)
+        pack(write.keys, write.values, unit.segment.orders[unit.layer], packed)
+        frames = hot.tier.take(unit.layer, shape.frames).reshape(shape.heads, shape.pages)
+        scatter(packed, shape.layout, hot.tier.memory(unit.layer), torch.from_numpy(frames))
+        hot.put(unit.layer, unit.segment.slot, 0, frames)
 
     # ---- Frames of a Tail -------------------------------------------------------------------
 

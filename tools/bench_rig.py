@@ -7,7 +7,6 @@ taken away again, also when the measurement fails. Needs root, and says so.
 
 import json
 import os
-import resource
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,13 +46,6 @@ def interleave(
             time.sleep(pause_s)
             found[name].append(methods[name]())
     return found
-
-
-def cpu_seconds() -> float:
-    """Processor time of this process and of its children that ended, user and system."""
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
 
 
 def drop_caches() -> None:

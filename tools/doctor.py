@@ -12,13 +12,16 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtier.io import calibration_file, probe
 from kvtier.io.calibration_file import Calibration
 from kvtier.tools.direct_io import DirectReport, try_device, try_folder
 from kvtier.tools.installing import install_extra
 from kvtier.tools.system_errors import typed
+
+if TYPE_CHECKING:
+    from kvtier.tiering.listing import RegionEntry
 
 PACKAGES = ("kvtier", "torch", "transformers", "numpy", "gguf", "matplotlib")
 GPU_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "kvikio-cu12", "kvikio-cu13")
@@ -83,15 +86,12 @@ def diagnose(store: Path | None, device: str | None) -> Diagnosis:
     drives: list[DirectReport] = []
     if store is not None:
         from kvtier.tiering.listing import describe
-        from kvtier.tiering.region_state import MISSING
 
         description = describe(store)
         calibrations = _measured(store, [each.path for each in description.regions])
         if region is None:
-            drives = [
-                _tried(each.path, each.state == MISSING, each.bytes, len(description.regions))
-                for each in description.regions
-            ]
+            regions = description.regions
+            drives = [_tried(each, len(regions)) for each in regions]
         fingerprints = [
             Fingerprint(row.hex, row.description, row.segments, row.tokens)
             for row in description.fingerprints
@@ -100,8 +100,8 @@ def diagnose(store: Path | None, device: str | None) -> Diagnosis:
         drives = [try_device(region) if region is not None else try_folder(_here())]
     # Several drives are as good as the worst of them.
     direct = next((each for each in drives if not each.usable), drives[0])
-    reports = [*probe.engine_reports(), probe.gpu_report(), probe.memlock_report()]
-    reports.append(probe.huge_pages_report())
+    machine = [probe.gpu_report(), probe.memlock_report(), probe.huge_pages_report()]
+    reports = [*probe.engine_reports(), *machine]
     names = {"gds": "GPUDirect Storage", "gpu": "NVIDIA GPU", "memlock": "pinned memory"}
     checks = [Check(names.get(r.engine, r.engine), r.usable, _reason(r)) for r in reports]
     checks = [Check("O_DIRECT", e.usable, f"{e.path}: {e.reason}") for e in drives] + checks
@@ -154,13 +154,14 @@ def render(found: Diagnosis, line_width: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def _tried(path: str, is_missing: bool, nbytes: int, regions: int) -> DirectReport:
+def _tried(region: "RegionEntry", regions: int) -> DirectReport:
     """One region of a store. regions: how many it has."""
     from kvtier.tiering.region_state import MISSING, region_advice
 
-    if is_missing:
-        return DirectReport(path, False, region_advice(MISSING, nbytes, regions), None)
-    return try_device(path)
+    if region.state == MISSING:
+        advice = region_advice(MISSING, region.bytes, regions)
+        return DirectReport(region.path, False, advice, None)
+    return try_device(region.path)
 
 
 def _here() -> Path:

@@ -164,14 +164,14 @@ def forecast(
     is_store = (Path(model) / "store.yaml").is_file()
     case = _measured(Path(model), hardware) if is_store else _described(model, hardware)
     write_gbps = write_gbps or case.drive_gbps / 2
-    lengths = sorted({*_lengths(tokens), tokens})
+    rows = [case.row(length) for length in sorted({*_lengths(tokens), tokens})]
 
     def saves(length: int) -> bool:
         row = case.row(length)
         saved = row.recompute_s - min(row.load_s, row.both_s)
         return saved * reuses > row.kv_bytes / (write_gbps * GB)
 
-    at = case.row(tokens)
+    at = rows[-1]
     room = max(at.recompute_s - case.load.latency_s, 1e-9)
     return Forecast(
         model=case.name,
@@ -179,7 +179,7 @@ def forecast(
         source=case.source,
         token_kv_bytes=at.kv_bytes / (tokens - 1),
         drive_gbps=case.drive_gbps,
-        rows=[case.row(length) for length in lengths],
+        rows=rows,
         recompute_below_tokens=_first(
             lambda length: (row := case.row(length)).load_s < row.recompute_s
         ),
@@ -241,9 +241,9 @@ def _link_text(hardware: Hardware) -> str:
 def _measured(store: Path, hardware: Hardware) -> Case:
     """Costs that a store measured on this machine, with the model that it was used with."""
     from kvtier.io.catalog import Catalog
-    from kvtier.tiering.costs import COSTS, CostMeter
+    from kvtier.tiering.costs import CostMeter
     from kvtier.tiering.listing import describe
-    from kvtier.tiering.store_files import CATALOG
+    from kvtier.tiering.store_files import CATALOG, COSTS
 
     known = sorted(describe(store).fingerprints, key=lambda each: each.tokens, reverse=True)
     with Catalog.open(store / CATALOG, read_only=True) as catalog:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier.tiering.frames import MemoryTier
-from kvtier.tiering.geometry import PAGE_TOKENS, Geometry
+from kvtier.tiering.geometry import Geometry
 from kvtier.tiering.residency import Residency
 from kvtier.tiering.room import Room, move_up
 
@@ -66,16 +66,14 @@ class Simulation:
 
     def __init__(self, layers: int, hot: int, host: int) -> None:
         geometry = Geometry.uniform(layers, 1, 1, dtype="float16")
-        unit_bytes = geometry.frame_bytes(0)
+        self.unit_bytes = geometry.frame_bytes(0)
         self.layers = layers
         self.residency = Residency(
             geometry,
-            MemoryTier("HOT", hot * unit_bytes, geometry),
-            MemoryTier("HOST", host * unit_bytes, geometry),
+            MemoryTier("HOT", hot * self.unit_bytes, geometry),
+            MemoryTier("HOST", host * self.unit_bytes, geometry),
         )
         self.room = Room(geometry, self.residency)
-        self.unit_bytes = PAGE_TOKENS * geometry.row_bytes(0)
-        assert self.unit_bytes == unit_bytes
         self._slots: dict[int, int] = {}
 
     def slot(self, segment: int) -> int:
@@ -159,7 +157,8 @@ def _belady(every: Sequence[Key], room: int) -> list[bool]:
     for place, key in enumerate(every):
         hits.append(key in held)
         if key in held:
-            due.remove((held[key], key)) if held[key] != place else due.pop(0)
+            # It was due now, and nothing is due earlier.
+            due.pop(0)
         held[key] = following[place]
         insort(due, (following[place], key))
         if len(held) > room:

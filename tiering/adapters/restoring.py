@@ -22,7 +22,8 @@ def restore(rows: Rows, streams: Listing[Ids], length: int, wish: Wish) -> int:
     can compute.
     """
     store, pads = rows.store, rows.pads
-    found = [stored_end(store, each, holes=rows.compute is not None) for each in streams]
+    can_compute = rows.compute is not None
+    found = [stored_end(store, each, holes=can_compute) for each in streams]
     columns = shared_columns(pads, found, length)
     runners = [
         PlanRunner(
@@ -33,8 +34,7 @@ def restore(rows: Rows, streams: Listing[Ids], length: int, wish: Wish) -> int:
     columns = shared_columns(pads, [each.reach for each in runners], length)
     for pad, runner in zip(pads, runners, strict=True):
         # Where one row is computed from its beginning, all are.
-        lazily = rows.compute is not None
-        rows.sequences.append(runner.run(lazily=lazily) if columns > pad else store.sequence())
+        rows.sequences.append(runner.run(lazily=can_compute) if columns > pad else store.sequence())
     columns = shared_columns(pads, [each.length() for each in rows.sequences], length)
     for pad, stream, sequence in zip(pads, streams, rows.sequences, strict=True):
         store.crop(sequence, max(0, columns - pad))
