@@ -148,7 +148,7 @@ class Ring:
         parameters = syscalls.RingParameters()
         if big_entries:
             parameters.flags = syscalls.SETUP_BIG_ENTRIES
-        fd = syscalls.io_uring_setup(depth, parameters)
+        fd = syscalls.cooperative_ring(depth, parameters)
         try:
             sq, cq = list(parameters.sq_offsets), list(parameters.cq_offsets)
             # Since kernel 5.4 one mapping holds both queues.

@@ -5,6 +5,7 @@ what the errno means and turn it into an error of kvtier.
 """
 
 import ctypes
+import errno
 import mmap
 import os
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ _STATX_DIOALIGN = 0x2000
 
 SETUP_BIG_ENTRIES = 1 << 10 | 1 << 11
 """Flags of io_uring_setup: submission entries of 128 bytes, completions of 32."""
+SETUP_COOPERATIVE = 1 << 8
+"""Flag of io_uring_setup (Linux 5.19): a completion does not interrupt the thread that submitted,
+which books it at its next system call or interrupt."""
 FALLOC_KEEP_SIZE = 1
 FALLOC_PUNCH_HOLE = 2
 
@@ -97,11 +101,24 @@ def _raise_errno() -> None:
 
 
 def io_uring_setup(entries: int, parameters: RingParameters) -> int:
-    """File descriptor of a new ring; fills `parameters`."""
+    """File descriptor of a new ring; fills `parameters`, whose flags are what it got."""
     fd = int(_syscall(_IO_URING_SETUP, ctypes.c_uint(entries), ctypes.byref(parameters)))
     if fd < 0:
         _raise_errno()
     return fd
+
+
+def cooperative_ring(entries: int, parameters: RingParameters) -> int:
+    """The same with SETUP_COOPERATIVE, if the kernel knows it; `parameters` say so."""
+    asked = parameters.flags
+    parameters.flags = asked | SETUP_COOPERATIVE
+    try:
+        return io_uring_setup(entries, parameters)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        parameters.flags = asked
+        return io_uring_setup(entries, parameters)
 
 
 def io_uring_enter(ring_fd: int, submit: int, wait: int, flags: int) -> int:

@@ -95,12 +95,16 @@ def _check_tensor(
     """None in `shape` stands for any size."""
     if not tensor.is_cpu:
         raise ConfigError(f"{name} is on {tensor.device}; this kernel takes tensors on the cpu")
-    got = tuple(tensor.shape)
-    if len(got) != len(shape) or got != tuple(
-        [have if want is None else want for have, want in zip(got, shape, strict=True)]
-    ):
+    got = tensor.shape
+    # A loop, not any(): this is done for every argument of every layer of every step.
+    fits = len(got) == len(shape)
+    if fits:
+        for have, want in zip(got, shape, strict=True):
+            if want is not None and have != want:
+                fits = False
+    if not fits:
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
-        raise ConfigError(f"{name} has shape {list(tensor.shape)}; it takes [{wanted}]")
+        raise ConfigError(f"{name} has shape {list(got)}; it takes [{wanted}]")
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise ConfigError(f"{name} has dtype {tensor.dtype}; it takes {wanted}")

@@ -7,12 +7,16 @@ import os
 import resource
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvtier.errors import ConfigError, DeviceError
 from kvtier.io import probe, syscalls
+from kvtier.io.buffers import aligned_bytes
+from kvtier.io.device import Buffers
 from kvtier.io.probe import engine_reports, gds_report, gpu_report, memlock_report, open_device
 from kvtier.io.rawfile import create_region_file
 
@@ -168,3 +172,23 @@ def test_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         report = probe.huge_pages_report()
         assert report.usable is usable
         assert said in report.reason
+
+
+def test_a_kernel_that_interrupts_for_every_completion(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Linux 5.19: everything works, and the report says what it costs."""
+    real = syscalls.io_uring_setup
+
+    def setup(entries: int, parameters: syscalls.RingParameters) -> int:
+        if parameters.flags & syscalls.SETUP_COOPERATIVE:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(entries, parameters)
+
+    monkeypatch.setattr(syscalls, "io_uring_setup", setup)
+    with closing(open_device(path, engine="io_uring")) as device:
+        memory = aligned_bytes(4096)
+        device.read(np.zeros(1, np.int64), Buffers.whole(memory))
+    report = engine_reports()[0]
+    assert report.usable
+    assert "every completion interrupts this process" in report.reason

@@ -15,6 +15,7 @@ Invariants:
 
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -40,12 +41,12 @@ class Placed(NamedTuple):
     slots: SlotArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PlacedViews:
     """One layer of the views of a Sequence, all of it in HOT.
 
     frames, array: the same int64 [heads, fixed + room for a Tail]. cut: bool [heads, m, 16], for
-    the last m of the first `fixed` columns. ends[n]: bool [heads, 1, 16], of a Page of n tokens.
+    the last m of the first `fixed` columns.
     """
 
     views: tuple[SegmentView, ...]
@@ -55,9 +56,11 @@ class PlacedViews:
     array: npt.NDArray[np.int64]
     fixed: int
     cut: BoolArray
-    ends: torch.Tensor
     beginnings: dict[int, torch.Tensor]
     """Views of the first columns of `frames`, by number: to slice costs as much as the rest."""
+    tail: tuple[Segment, int] | None = None
+    """Whose first Pages the columns behind `fixed` are, and how many: in most steps of a decode
+    the same as in the one before."""
 
     def first(self, columns: int) -> torch.Tensor:
         """frames [heads, columns]."""
@@ -128,7 +131,6 @@ def _place(
     )
     for index in scattered:
         cut[:, of_cut == index] = _shown_slots(views[index], layer)
-    ends = np.repeat((_IN_PAGE[:, None] > _IN_PAGE)[:, None, None], heads, 1)
     return PlacedViews(
         views,
         hot.drops[layer],
@@ -137,7 +139,6 @@ def _place(
         array,
         count,
         cut,
-        torch.from_numpy(ends),
         {},
     )
 
@@ -159,6 +160,9 @@ def _with_tail(
     if needed > base.array.shape[1]:
         # Tails of several Segments are those of a pass of many tokens.
         return None
+    if len(tail) == 1 and base.tail == (tail[0][0], needed - at):
+        return _with_ends(base, needed, tail)
+    base.tail = None
     for segment, tokens in tail:
         pages = pages_of(tokens)
         order = segment.orders[layer]
@@ -168,10 +172,25 @@ def _with_tail(
             return None
         base.array[:, at : at + pages] = hot.frames[layer][segment.slot, :, :pages]
         at += pages
+    if len(tail) == 1:
+        base.tail = tail[0][0], needed - base.fixed
+    return _with_ends(base, needed, tail)
+
+
+def _with_ends(base: PlacedViews, columns: int, tail: Listing[tuple[Segment, int]]) -> Placed:
+    """The first columns, and which slots of the last ones count."""
     if base.cut.shape[1] or len(tail) > 1:
-        return Placed(base.first(at), _mask_with_tail(base.cut, tail), base.slots)
+        return Placed(base.first(columns), _mask_with_tail(base.cut, tail), base.slots)
     rest = tail[0][1] % PAGE_TOKENS
-    return Placed(base.first(at), base.ends[rest] if rest else None, base.slots)
+    ends = _ends(len(base.array))[rest] if rest else None
+    return Placed(base.first(columns), ends, base.slots)
+
+
+@cache
+def _ends(heads: int) -> tuple[torch.Tensor, ...]:
+    """Of a Page of n tokens, the n-th: bool [heads, 1, 16]."""
+    shown = np.repeat((_IN_PAGE[:, None] > _IN_PAGE)[:, None, None], heads, 1)
+    return torch.from_numpy(shown).unbind()
 
 
 def _mask_with_tail(cut: BoolArray, tail: Listing[tuple[Segment, int]]) -> torch.Tensor:

@@ -111,8 +111,8 @@ def gather(
 
 def as_tensor(given: object) -> torch.Tensor:
     """What a caller handed in, as a tensor in host memory. Raises ConfigError."""
-    if isinstance(given, torch.Tensor) and given.device.type == "cpu":
-        return given.detach()
+    if isinstance(given, torch.Tensor) and given.is_cpu:
+        return given.detach() if given.requires_grad else given
     if isinstance(given, np.ndarray):
         try:
             # A copy where torch could not share the memory: read-only, or strides below zero.
@@ -133,12 +133,12 @@ def require_rows(geometry: Geometry, layer: int, keys: torch.Tensor, values: tor
         raise ConfigError(f"layer {layer} of a model of {len(geometry.layers)} layers")
     shape = geometry.layers[layer]
     dtype = TORCH_DTYPES[geometry.dtype]
+    tokens = keys.shape[1] if keys.ndim == 3 else -1
     for name, given, width in (
         ("keys", keys, shape.key_width),
         ("values", values, shape.value_width),
     ):
-        expected = (shape.kv_heads, keys.shape[1] if keys.ndim == 3 else -1, width)
-        if tuple(given.shape) != expected or given.dtype != dtype:
+        if given.shape != (shape.kv_heads, tokens, width) or given.dtype != dtype:
             raise ConfigError(
                 f"{name} of layer {layer} must be [{shape.kv_heads}, tokens, {width}] "
                 f"{geometry.dtype}: got {list(given.shape)} {given.dtype}"

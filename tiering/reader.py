@@ -5,7 +5,7 @@ their log-sum-exp, which is exact and needs bounded memory.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,8 +38,7 @@ GROUP_PAGES_ONE_QUERY = 1024
 """Columns attended to at a time by one query: 16,384 tokens, so that calls are few."""
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(NamedTuple):
     """What is asked of one layer.
 
     vectors [q_heads, n, key_width]: the queries of the last n tokens. keys, values: those same
@@ -134,29 +133,30 @@ class Reader:
         """What the kernels cannot know: which shapes this layer has. Keys and values are checked
         even where one token's own are not used."""
         vectors = query.vectors
-        if vectors.ndim != 3 or vectors.shape[1] < 1 or vectors.shape[2] != shape.key_width:
+        asked = vectors.shape
+        if len(asked) != 3 or asked[1] < 1 or asked[2] != shape.key_width:
             raise ConfigError(
-                f"query of layer {query.layer} has shape {list(vectors.shape)}; it takes "
+                f"query of layer {query.layer} has shape {list(asked)}; it takes "
                 f"[q_heads, tokens, {shape.key_width}] with at least one token"
             )
-        if vectors.shape[0] % shape.kv_heads:
+        if asked[0] % shape.kv_heads:
             raise ConfigError(
-                f"query of layer {query.layer} has {vectors.shape[0]} heads; it takes a multiple "
+                f"query of layer {query.layer} has {asked[0]} heads; it takes a multiple "
                 f"of the {shape.kv_heads} kv heads"
             )
-        if (query.keys is None) != (query.values is None):
+        if query.keys is None and query.values is None:
+            return
+        if query.keys is None or query.values is None:
             raise ConfigError("keys and values are given together, or neither of them")
         for name, given, width in (
             ("keys", query.keys, shape.key_width),
             ("values", query.values, shape.value_width),
         ):
-            expected = [shape.kv_heads, vectors.shape[1], width]
-            if given is not None and (
-                list(given.shape) != expected or given.dtype != vectors.dtype
-            ):
+            expected = (shape.kv_heads, asked[1], width)
+            if given.shape != expected or given.dtype != vectors.dtype:
                 raise ConfigError(
                     f"{name} of layer {query.layer} has shape {list(given.shape)} of "
-                    f"{given.dtype}; with this query it takes {expected} of {vectors.dtype}"
+                    f"{given.dtype}; with this query it takes {list(expected)} of {vectors.dtype}"
                 )
 
     def _past(self, sequence: Sequence, query: Query, past: int) -> Iterator[Partial]:

@@ -65,7 +65,10 @@ class Sequence:
     @property
     def between_passes(self) -> bool:
         """Every layer holds the same tokens."""
-        # No arrays: it is asked in every layer of every step.
+        # No arrays: it is asked in every layer of every step, mostly of one Segment.
+        if len(self.tail) == 1:
+            filled = self.tail[0].filled
+            return filled.count(filled[0]) == len(filled)
         return len(set(map(sum, zip(*(each.filled for each in self.tail), strict=True)))) <= 1
 
     def require_between_passes(self) -> None:

@@ -312,10 +312,9 @@ class Mover:
 
     # ---- Frames of a Tail -------------------------------------------------------------------
 
-    def append(
-        self, segment: Segment, layer: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        """Write tokens [heads, n, Dk] and [heads, n, Dv] behind those a growing unit has.
+    def append(self, segment: Segment, layer: int, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """Write tokens [heads, n, Dk] and [heads, n, Dv] behind those a growing unit has; returns
+        how many bytes of Frames it took for them.
 
         Raises CapacityError when HOT cannot make room.
         """
@@ -325,20 +324,29 @@ class Mover:
         last = first + keys.shape[1]
         have = int(hot.pages[layer, segment.slot]) // shape.kv_heads
         missing = pages_of(last) - have
+        needed = 0
         if missing > 0:
             needed = missing * shape.kv_heads * int(self.room.frame_bytes[layer])
             if not self.make_room(needed):
                 tier = hot.tier
                 raise CapacityError(tier.name, needed, tier.free_bytes, tier.limit_bytes)
-            frames = hot.tier.take(layer, shape.kv_heads * missing)
-            hot.put(layer, segment.slot, have, frames.reshape(shape.kv_heads, missing))
+            taken = hot.tier.take(layer, shape.kv_heads * missing)
+            hot.put(layer, segment.slot, have, taken.reshape(shape.kv_heads, missing))
         key_rows, value_rows = hot.tier.token_rows(layer)
-        places = np.arange(first, last)
-        frames = hot.frames[layer][segment.slot][:, places // PAGE_TOKENS]
-        in_page = places % PAGE_TOKENS
-        key_rows[frames, in_page] = bits_of(keys)
-        value_rows[frames, in_page] = bits_of(values)
+        key_bits, value_bits = bits_of(keys), bits_of(values)
+        if last - first == 1:
+            # A step of a decode: no arrays of places.
+            page, place = divmod(first, PAGE_TOKENS)
+            frames = hot.frames[layer][segment.slot, :, page]
+            key_rows[frames, place] = key_bits[:, 0]
+            value_rows[frames, place] = value_bits[:, 0]
+        else:
+            places = np.arange(first, last)
+            frames = hot.frames[layer][segment.slot][:, places // PAGE_TOKENS]
+            key_rows[frames, places % PAGE_TOKENS] = key_bits
+            value_rows[frames, places % PAGE_TOKENS] = value_bits
         segment.filled[layer] = last
+        return needed
 
     def tensors(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that a unit has in HOT, in the order of positions."""

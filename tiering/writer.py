@@ -175,10 +175,7 @@ class Writer:
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> None:
-        pages = self.residency.hot.pages[layer, segment.slot]
-        self.mover.append(segment, layer, keys, values)
-        taken = int(self.residency.hot.pages[layer, segment.slot] - pages)
-        taken_bytes = taken * self.geometry.frame_bytes(layer)
+        taken_bytes = self.mover.append(segment, layer, keys, values)
         sequence.reserved_bytes -= min(sequence.reserved_bytes, taken_bytes)
         self.residency.touch_unit(layer, segment.slot)
 
