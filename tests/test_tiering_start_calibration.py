@@ -13,6 +13,7 @@ from kvtier.io.threads import ThreadsDevice
 from kvtier.io.uring import UringDevice
 from kvtier.tiering import start_calibration
 from kvtier.tiering.config import Config
+from kvtier.tiering.planner import LoadCost
 from kvtier.tiering.start_calibration import window_of
 from tests.pending_cases import needs_io_uring
 from tests.store_cases import KV, MIB, PLAIN, check_bytes, open_store, put, some_tokens
@@ -76,6 +77,17 @@ def test_a_store_is_measured_once_and_obeys(tmp_path: Path, measured: Measured) 
     assert isinstance(device, ThreadsDevice)
     assert (device.workers, device.merge_gap_bytes) == (3, 0)
     assert len(measured.windows) == 2
+
+
+def test_the_planner_begins_with_what_was_measured(tmp_path: Path, measured: Measured) -> None:
+    fill(tmp_path)
+    with open_store(tmp_path, config=AUTO) as store:
+        assert store.costs.costs().load == LoadCost(1e-4, 1e9)
+        store.costs.note_load(1 << 20, 0.01)
+        loaded = store.costs.costs().load
+        assert loaded.bytes_per_s < 2e8
+    with open_store(tmp_path, config=AUTO) as store:
+        assert store.costs.costs().load == loaded, "a load says more than a calibration"
 
 
 def test_little_stored_is_not_measured(

@@ -80,9 +80,14 @@ class CostMeter:
         self._changed = False
 
     @classmethod
-    def start(cls, bytes_per_s: float | None = None, latency_s: float | None = None) -> "CostMeter":
-        """Before anything is measured; the arguments: of a calibration of the device."""
-        return cls(LoadCost(latency_s or LATENCY_S_START, bytes_per_s or BYTES_PER_S_START))
+    def start(cls) -> "CostMeter":
+        """Before anything is measured."""
+        return cls(LoadCost(LATENCY_S_START, BYTES_PER_S_START))
+
+    def calibrated(self, latency_s: float, bytes_per_s: float) -> None:
+        """What a calibration of the drives found counts until a load is measured."""
+        if self._loaded_at is None:
+            self._load = LoadCost(latency_s, bytes_per_s)
 
     def costs(self) -> Costs:
         if self._prefill is None and self._passes:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import uuid
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ class OpenFiles:
     ledger: Ledger
     rows: list[SegmentRow]
     """What the catalog named when it was opened; whoever has used them clears the list."""
+    measured: dict[str, Calibration]
+    """What is known of the speed of its drives, by the path of a region."""
     _stack: ExitStack
 
     @property
@@ -81,9 +84,11 @@ def open_files(directory: Path, config: Config) -> OpenFiles:
         if store_files.is_store(directory):
             settings = store_files.read_settings(directory)
             _check_region(settings, directory, config)
-            region = _open_regions(settings, directory, config, stack)
+            measured = calibrations(directory, settings, config)
+            region = _open_regions(settings, directory, config, stack, measured)
         else:
             store_uuid = store_files.clear_leftovers(directory)
+            measured = {}
             settings, region = _create(directory, store_uuid, config, stack)
         catalog = stack.enter_context(store_files.open_catalog(directory, settings))
         rows = catalog.segments()
@@ -93,7 +98,7 @@ def open_files(directory: Path, config: Config) -> OpenFiles:
         allocator = load_allocator(catalog, inventory, region)
         ledger = Ledger(catalog, region.device, allocator, inventory, discard=config.discard)
         ledger.replay()
-        return OpenFiles(settings, region, catalog, ledger, rows, stack.pop_all())
+        return OpenFiles(settings, region, catalog, ledger, rows, measured, stack.pop_all())
 
 
 def _device(
@@ -172,9 +177,14 @@ def _check_region(settings: Settings, directory: Path, config: Config) -> None:
         )
 
 
-def _open_regions(settings: Settings, directory: Path, config: Config, stack: ExitStack) -> Regions:
+def _open_regions(
+    settings: Settings,
+    directory: Path,
+    config: Config,
+    stack: ExitStack,
+    measured: Mapping[str, Calibration],
+) -> Regions:
     places = settings.places(directory)
-    measured = calibrations(directory, settings, config)
     found = open_places(places, lambda path: _device(path, config, stack, measured.get(path)))
     region = Regions.open(places, found, settings.store_uuid)
     for drive in region.missing:

@@ -100,6 +100,11 @@ class StoreCore:
         )
         self.costs = self._restorer.costs
         """What loading and computing take here, as measured."""
+        if files.measured:
+            # Drives are read side by side.
+            found = files.measured.values()
+            rate = sum(each.read_bytes_per_s for each in found)
+            self.costs.calibrated(max(each.latency_s for each in found), rate)
         self.costs.restore(self._costs_path, fingerprint.hex)
         self._holds = Holds(ledger, config.hold_limit_bytes(allocator.window_bytes))
         self._fingerprint_id = add_fingerprint(files, self._space, fingerprint, geometry)
