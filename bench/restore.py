@@ -7,9 +7,11 @@ bytes, verified as that method verifies. What it loads is compared with the orig
 anything is timed. Then, in rounds: the page cache is emptied, and one load is timed inside the
 process, from the request to the moment when a model could decode: kvtier has a resumed Sequence in
 HOT, which was empty; files hold tensors as DynamicCache keeps them; peers have put their chunks
-together as such tensors (their table has the time until then as well). Memory that a peer reads
-into is warm, and it need not look its chunks up where that is a call of its own. Order turns around
-each round, pauses are equal; medians, and ratios round by round.
+together as such tensors. Then one token attends to all of it in every layer: the first step. The
+store layer by layer is ready when the first layer is there, and reads on during that step; so bars
+over peers are of the time until that step is done. Memory that a peer reads into is warm, and it
+need not look its chunks up where that is a call of its own. Order turns around each round, pauses
+are equal; medians, and ratios round by round.
 
 Places: the disk as it is; the same files with the disk throttled to --limit (peers and kvtier
 alike, by the block I/O controller); a loop device over tmpfs for each method: raw for kvtier and
@@ -33,8 +35,6 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-import numpy as np
-
 from kvtier.errors import ConfigError, KvtierError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +43,8 @@ sys.path.insert(0, str(ROOT))
 
 from bench.peers.places import available_bytes, folders, loop_devices  # noqa: E402
 from bench.peers.process import Worker  # noqa: E402
-from bench.peers.worker import Context, Load, Place, checksum_of  # noqa: E402
+from bench.peers.subjects import REAL_TOKENS, Model, Subject, start_model, synthetic  # noqa: E402
+from bench.peers.worker import Load, Place  # noqa: E402
 from kvtier.tools.bench_form import Bench  # noqa: E402
 from kvtier.tools.bench_rig import (  # noqa: E402
     backing_device,
@@ -53,12 +54,11 @@ from kvtier.tools.bench_rig import (  # noqa: E402
     throttled,
 )
 
-KVTIER, TORCH, PLAIN = "kvtier", "torch.save", "plain direct reads"
-QUICK = (KVTIER, TORCH)
-NO_PEERS = (KVTIER, PLAIN)
-REAL_TOKENS = 2000
+KVTIER, LAYERWISE = "kvtier", "kvtier, layer by layer"
+TORCH, PLAIN = "torch.save", "plain direct reads"
+QUICK = (KVTIER, LAYERWISE, TORCH)
+NO_PEERS = (KVTIER, LAYERWISE, PLAIN)
 SYNTHETIC_TOKENS = (8192, 32768)
-LAYERS, KV_HEADS, WIDTH = 24, 2, 64
 ROUNDS, ROUNDS_QUICK = 5, 3
 PAUSE_S = 0.5
 DISK, THROTTLED, LOOP = "disk", "throttled", "loop"
@@ -90,6 +90,7 @@ class Method:
 
 METHODS = {
     KVTIER: Method(("bench.peers.kvtier_store",), is_foreign=False, is_raw=True),
+    LAYERWISE: Method(("bench.peers.kvtier_store", "lazily"), is_foreign=False, is_raw=True),
     TORCH: Method(("bench.peers.tensor_files", "torch"), is_foreign=False),
     "safetensors": Method(("bench.peers.tensor_files", "safetensors"), is_foreign=False),
     "SGLang HiCacheFile": Method(("bench.peers.sglang_file",)),
@@ -99,16 +100,6 @@ METHODS = {
     "LMCache local_disk, buffered": Method(("bench.peers.lmcache_local_disk", "buffered")),
     PLAIN: Method(("bench.peers.plain_reads",), is_foreign=False, is_raw=True),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A context that all keep. data: its keys and values as .npy. checksum: of them."""
-
-    name: str
-    context: Context
-    data: Path
-    checksum: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +119,21 @@ class Result:
     def peers(self) -> list[str]:
         return [name for name in self.loads if name not in NO_PEERS]
 
-    def over(self, peer: str) -> float:
-        """How many times longer a peer takes than kvtier: median over the rounds."""
-        pairs = zip(self.loads[peer], self.loads[KVTIER], strict=True)
+    def step_s(self, name: str) -> float:
+        return median(each.step_s for each in self.loads[name])
+
+    def over(self, other: str) -> float:
+        """How many times longer another one takes to be ready than kvtier: median over rounds."""
+        pairs = zip(self.loads[other], self.loads[KVTIER], strict=True)
         return median(theirs.seconds / ours.seconds for theirs, ours in pairs)
 
+    def step_over(self, other: str) -> float:
+        """The same until the first step is done, of kvtier layer by layer."""
+        pairs = zip(self.loads[other], self.loads[LAYERWISE], strict=True)
+        return median(theirs.step_s / ours.step_s for theirs, ours in pairs)
+
     def fastest(self) -> str:
-        return min(self.peers, key=self.seconds)
+        return min(self.peers, key=self.step_s)
 
     def cpu_over_best(self) -> float:
         return self.cpu_per_gb(KVTIER) / min(self.cpu_per_gb(each) for each in self.peers)
@@ -237,69 +236,23 @@ class Comparison:
             self.bench.samples(f"{place}, {subject.name}, {name}", seconds[name], unit="s")
         self.bench.table(
             f"{place}: {subject.name}, {subject.context.nbytes / 1e6:.1f} MB",
-            ["method", "ready ms", "read ms", "MB/s", "CPU s/GB", "over kvtier"],
+            ["method", "ready ms", "MB/s", "CPU s/GB", "over kvtier", "first step ms", "over"],
             [self._row(result, name) for name in loads],
         )
 
     def _row(self, result: Result, name: str) -> list[str]:
-        ready = result.seconds(name)
-        read = median(each.read_s for each in result.loads[name])
-        return [
-            name,
-            f"{ready * 1e3:.1f}",
-            f"{read * 1e3:.1f}",
-            f"{result.subject.context.nbytes / ready / 1e6:.0f}",
-            f"{result.cpu_per_gb(name):.2f}",
-            f"{result.over(name):.2f}x",
-        ]
+        ready, step = f"{result.seconds(name) * 1e3:.1f}", f"{result.step_s(name) * 1e3:.1f}"
+        over = f"{result.step_over(name):.2f}x"
+        if name == LAYERWISE:
+            # Most of it is not there when a model may begin.
+            return [name, ready, "", "", "", step, over]
+        rate = f"{result.subject.context.nbytes / result.seconds(name) / 1e6:.0f}"
+        cpu = f"{result.cpu_per_gb(name):.2f}"
+        return [name, ready, rate, cpu, f"{result.over(name):.2f}x", step, over]
 
     def _close(self) -> None:
         for worker in self.workers.values():
             worker.close()
-
-
-# ---- subjects ---------------------------------------------------------------------------------
-
-
-def synthetic(tokens: int, folder: Path) -> Subject:
-    context = Context(LAYERS, KV_HEADS, WIDTH, tokens)
-    data = folder / f"synthetic-{tokens}.npy"
-    random = np.random.default_rng(tokens)
-    kv = np.lib.format.open_memmap(data, mode="w+", dtype=np.float32, shape=context.shape)
-    for layer in kv:
-        layer[:] = random.standard_normal(layer.shape, dtype=np.float32)
-    kv.flush()
-    return Subject(f"synthetic, {tokens:,} tokens", context, data, checksum_of(kv))
-
-
-class Model:
-    """The real model in a process of its own: gives the KV, and the time to compute it."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        self.seconds: list[float] = []
-
-    def compute(self, data: Path | None) -> Context:
-        asked = {"do": "compute", "tokens": REAL_TOKENS, "data": data and str(data)}
-        answer = self.worker.ask(asked)
-        self.seconds.append(answer["seconds"])
-        return Context(**answer["context"])
-
-    def subject(self, folder: Path) -> Subject:
-        data = folder / "real.npy"
-        context = self.compute(data)
-        kv = np.load(data, mmap_mode="c")
-        return Subject(f"real model, {context.tokens:,} tokens", context, data, checksum_of(kv))
-
-
-def start_model(bench: Bench, stack: ExitStack, folder: Path) -> Model | None:
-    try:
-        worker = Worker.start("recompute", sys.executable, ["bench.peers.recompute"], folder)
-        stack.enter_context(worker).require_ready()
-    except KvtierError as error:
-        bench.missing(OVER_RECOMPUTE, str(error))
-        return None
-    return Model(worker)
 
 
 # ---- bars -------------------------------------------------------------------------------------
@@ -324,8 +277,11 @@ def set_bars(bench: Bench, run: Comparison, first: Subject, model: Model | None)
             bench.missing(name, "not asked for in this run", optional=True)
             continue
         peer = result.fastest()
-        bench.note(f"{name}: the best peer is {peer}.")
-        set_bar(bench, name, result.over(peer))
+        bench.note(
+            f"{name}: the best peer is {peer}; until it is ready it takes {result.over(peer):.2f} "
+            "times as long as kvtier with everything in HOT."
+        )
+        set_bar(bench, name, result.step_over(peer))
     if limited:
         longest = max(limited, key=lambda each: each.subject.context.nbytes)
         nominal = longest.subject.context.nbytes / longest.seconds(KVTIER) / run.limit
@@ -367,7 +323,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(dir=options.folder)))
-        model = start_model(bench, stack, folder)
+        try:
+            model = start_model(stack, folder)
+        except KvtierError as error:
+            bench.missing(OVER_RECOMPUTE, str(error))
+            model = None
         first = model.subject(folder) if model else synthetic(REAL_TOKENS, folder)
         rounds = ROUNDS_QUICK if options.quick else options.rounds
         run = Comparison(bench, folder, rounds, options.limit)

@@ -17,9 +17,10 @@ from bench.peers.chunks import ChunkMemory, chunk_tokens
 from bench.peers.kvtier_store import KvtierStore
 from bench.peers.plain_reads import PlainReads
 from bench.peers.process import Worker
+from bench.peers.subjects import Subject
 from bench.peers.tensor_files import TensorFile
 from bench.peers.worker import Array, Contestant, Context, Load, Place, answer, checksum_of
-from bench.restore import Result, Subject
+from bench.restore import Result
 from kvtier.errors import KvtierError
 
 CONTEXT = Context(layers=2, kv_heads=2, width=8, tokens=600)
@@ -45,7 +46,13 @@ def store_request(data: Path, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "make",
-    [KvtierStore, partial(TensorFile, "torch"), partial(TensorFile, "safetensors"), PlainReads],
+    [
+        KvtierStore,
+        partial(KvtierStore, lazily=True),
+        partial(TensorFile, "torch"),
+        partial(TensorFile, "safetensors"),
+        PlainReads,
+    ],
 )
 def test_loads_what_it_kept_again_and_again(
     make: Callable[[], Contestant], data: Path, tmp_path: Path
@@ -55,7 +62,7 @@ def test_loads_what_it_kept_again_and_again(
     for _ in range(2):
         load = Load(**answer(contestant, {"do": "load", "check": True}))
         assert load.checksum == checksum_of(some_kv(1)) != checksum_of(some_kv(2))
-        assert 0 < load.read_s <= load.seconds
+        assert 0 < load.read_s <= load.seconds < load.step_s
     assert answer(contestant, {"do": "load", "check": False})["checksum"] is None
     answer(contestant, {"do": "close"})
 
@@ -149,19 +156,22 @@ def test_a_module_without_its_parents(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_ratios_are_of_the_same_round_and_of_the_best_peer(tmp_path: Path) -> None:
-    def loads(seconds: list[float], cpu_s: float) -> list[Load]:
-        return [Load(each, each, cpu_s, None) for each in seconds]
+    def loads(seconds: list[float], cpu_s: float, steps: list[float] | None = None) -> list[Load]:
+        both = zip(seconds, steps or seconds, strict=True)
+        return [Load(each, each, cpu_s, step, None) for each, step in both]
 
     result = Result(
         Subject("x", CONTEXT, tmp_path, ""),
         {
             "kvtier": loads([1.0, 2.0, 4.0], 0.5),
+            "kvtier, layer by layer": loads([0.1, 0.1, 0.1], 0.1, [1.0, 2.0, 4.0]),
             "slow": loads([9.0, 9.0, 9.0], 1.0),
-            "fast": loads([2.0, 3.0, 20.0], 2.0),
+            "fast": loads([2.0, 3.0, 20.0], 2.0, [3.0, 4.0, 16.0]),
             "plain direct reads": loads([0.1, 0.1, 0.1], 0.1),
         },
     )
     assert result.peers == ["slow", "fast"]
     assert result.fastest() == "fast"
     assert result.over("fast") == 2.0
+    assert result.step_over("fast") == 3.0
     assert result.cpu_over_best() == 0.5

@@ -2,9 +2,11 @@
 
 Store.append and Store.save keep the context; Store.resume loads it into HOT, which has room for it
 and is emptied after every load. A resumed Sequence can be decoded with, so the bytes are in memory
-and ready at the same moment.
+and ready at the same moment. `lazily`, it is when the first layer is there; the others come while
+layers before them are attended to.
 """
 
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.peers.worker import Array, Contestant, Context, Layer, Place, compete
+from bench.peers.worker import (
+    QUERY_HEADS,
+    Array,
+    Contestant,
+    Context,
+    Layer,
+    Place,
+    compete,
+)
 from kvtier.tiering.config import Config
 from kvtier.tiering.fingerprint import Fingerprint
 from kvtier.tiering.geometry import SEGMENT_TOKENS, Geometry
@@ -29,7 +39,8 @@ def token_ids(context: Context) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
 class KvtierStore(Contestant):
     """Keeps a context in a store of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lazily: bool = False) -> None:
+        self._lazily = lazily
         self._store: Store | None = None
         self._context = Context(0, 0, 0, 0)
         self._sequence: Sequence | None = None
@@ -63,8 +74,20 @@ class KvtierStore(Contestant):
         assert not store._residency.hot.pages.any(), "HOT still holds Pages"
 
     def load(self) -> float:
-        self._sequence = self._opened().resume(token_ids(self._context))
+        tokens = token_ids(self._context)
+        self._sequence = self._opened().resume(tokens, lazily=self._lazily)
+        if self._lazily:
+            self._attend(0)
         return time.perf_counter()
+
+    def _attend(self, layer: int) -> None:
+        assert self._sequence is not None
+        query = torch.ones(QUERY_HEADS, 1, self._context.width)
+        self._opened().attend(self._sequence, layer, query)
+
+    def step(self) -> None:
+        for layer in range(self._context.layers):
+            self._attend(layer)
 
     def loaded(self) -> Iterator[Layer]:
         store, sequence = self._opened(), self._sequence
@@ -87,4 +110,4 @@ class KvtierStore(Contestant):
 
 
 if __name__ == "__main__":
-    compete(KvtierStore())
+    compete(KvtierStore(lazily="lazily" in sys.argv))

@@ -3,7 +3,7 @@
 A worker reads requests from stdin and answers on stdout, one JSON object a line:
 
     {"do": "store", "context": {...}, "place": {...}, "data": PATH}  -> {}
-    {"do": "load", "check": BOOL}   -> {"seconds", "read_s", "cpu_s", "checksum"}
+    {"do": "load", "check": BOOL}   -> {"seconds", "read_s", "cpu_s", "step_s", "checksum"}
     {"do": "close"}                 -> {}
 
 An error is answered with {"error": TEXT} and ends the worker. What libraries print goes to stderr.
@@ -29,6 +29,8 @@ Array = NDArray[np.float32]
 Layer = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer, each [kv_heads, tokens, width] and contiguous."""
 
+QUERY_HEADS = 14
+"""Of each layer, as the demo's model has."""
 THREADS = 1
 """Threads of torch in everything that only loads: a copy of a few MiB is not worth more."""
 
@@ -62,12 +64,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How one load went. seconds: until a model could decode, read_s: until the bytes were in
-    memory. cpu_s: processor time of the process meanwhile, all its threads."""
+    """How one load went. seconds: until a model could begin to decode, read_s: until the bytes that
+    it then has were in memory. cpu_s: processor time of the process meanwhile, all its threads.
+    step_s: until one token had attended to all of the context in every layer."""
 
     seconds: float
     read_s: float
     cpu_s: float
+    step_s: float
     checksum: str | None
 
 
@@ -86,6 +90,14 @@ class Contestant(ABC):
     @abstractmethod
     def loaded(self) -> Iterator[Layer]:
         """What was loaded, layer by layer."""
+
+    def step(self) -> None:
+        """One token attends to all that was loaded, in every layer."""
+        for keys, values in self.loaded():
+            query = torch.ones(1, QUERY_HEADS, 1, keys.shape[2])
+            torch.nn.functional.scaled_dot_product_attention(
+                query, keys[None], values[None], enable_gqa=True
+            )
 
     @abstractmethod
     def forget(self) -> None:
@@ -121,9 +133,11 @@ def _measured(contestant: Contestant, check: bool) -> Load:
     read = contestant.load()
     ended = time.perf_counter()
     cpu = _cpu_s() - cpu
+    contestant.step()
+    stepped = time.perf_counter()
     digest = checksum(contestant.loaded()) if check else None
     contestant.forget()
-    return Load(ended - begun, read - begun, cpu, digest)
+    return Load(ended - begun, read - begun, cpu, stepped - begun, digest)
 
 
 def answer(contestant: Contestant, request: Mapping[str, Any]) -> dict[str, Any]:
