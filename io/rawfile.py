@@ -40,6 +40,10 @@ _BLKDISCARD = 0x1277
 _BLKGETSIZE64 = 0x80081272
 _BLOCK_BYTES_MIN = 512
 _ZERO_WRITE_BYTES = 4 * 1024 * 1024
+REFUSED_TO_ROOT = (
+    "root is refused it by a container, a cgroup's list of devices or a security module: allow the "
+    "device there"
+)
 
 _log = logging.getLogger("kvtier")
 
@@ -369,10 +373,13 @@ def _permission_message(path: str, writable: bool) -> str:
         for word, mode in (("read", os.R_OK), ("write", os.W_OK))
         if (mode == os.R_OK or writable) and not os.access(path, mode, effective_ids=True)
     ]
+    remedy = "Add the user to its group, or chmod."
+    if os.geteuid() == 0:
+        remedy = f"{REFUSED_TO_ROOT.capitalize()}."
     return (
         f"no permission to {' and '.join(refused) or 'open'} {path}: it belongs to uid "
         f"{status.st_uid} ({owner}), gid {status.st_gid}, mode {stat.filemode(status.st_mode)} "
-        f"({stat.S_IMODE(status.st_mode):#o}); {own}. Add the user to its group, or chmod."
+        f"({stat.S_IMODE(status.st_mode):#o}); {own}. {remedy}"
     )
 
 

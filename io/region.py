@@ -8,6 +8,8 @@ Invariants:
 """
 
 import errno
+import os
+import stat
 import time
 import uuid
 from typing import Self
@@ -27,6 +29,7 @@ from kvtier.io.device import Buffers, Device
 from kvtier.io.foreign import foreign_content, in_use_by
 from kvtier.io.superblock import (
     DATA_START,
+    ONE_COPY,
     REGION_BYTES_MIN,
     REGIONS_MAX,
     SUPERBLOCK_BYTES,
@@ -88,7 +91,7 @@ class Region:
         region_bytes = align_down(device.capacity_bytes, GRID_BYTES)
         if region_bytes < REGION_BYTES_MIN:
             raise ConfigError(
-                f"{device.path} has {device.capacity_bytes} bytes: a region needs at least "
+                f"{device.path} has {bytes_of(device)} bytes: a region needs at least "
                 f"{REGION_BYTES_MIN} bytes"
             )
         if GRID_BYTES % device.block_bytes:
@@ -138,10 +141,10 @@ class Region:
         """
         if device.capacity_bytes < DATA_START:
             raise ConfigError(
-                f"{device.path} has {device.capacity_bytes} bytes: a region needs at least "
+                f"{device.path} has {bytes_of(device)} bytes: a region needs at least "
                 f"{REGION_BYTES_MIN} bytes; was the file truncated?"
             )
-        copies = read_copies(_Reader(device), device.capacity_bytes)
+        copies = read_copies(_Reader(device), device.capacity_bytes, device.path)
         for copy in copies:
             if copy.other_version and not isinstance(copy.found, Superblock):
                 raise copy.found
@@ -155,7 +158,7 @@ class Region:
             raise WrongStoreError(store_uuid, superblock.store_uuid, device.path)
         if device.capacity_bytes < superblock.region_bytes:
             raise ConfigError(
-                f"{device.path} has {device.capacity_bytes} bytes, but its superblock says "
+                f"{device.path} has {bytes_of(device)} bytes, but its superblock says "
                 f"{superblock.region_bytes} bytes: it was truncated. Restore the file, or format "
                 "the region anew."
             )
@@ -188,13 +191,20 @@ class Region:
             except DeviceError as error:
                 # The other copies are intact, so the store opens; the operator hears of it.
                 outcome = f"not repaired: {error}"
-        self.notes.append(
-            f"superblock copy at offset {offset} of {self.path} was damaged or old: {outcome}"
-        )
+        self.notes.append(f"{ONE_COPY} {offset} of {self.path} was damaged or old: {outcome}")
 
 
 def _intact(copies: tuple[SuperblockCopy, ...]) -> list[Superblock]:
     return [copy.found for copy in copies if isinstance(copy.found, Superblock)]
+
+
+def bytes_of(device: Device) -> int:
+    """How many bytes there are, for messages: a device's capacity counts whole blocks only."""
+    try:
+        status = os.stat(device.path)
+    except OSError:
+        return device.capacity_bytes
+    return status.st_size if stat.S_ISREG(status.st_mode) else device.capacity_bytes
 
 
 def root_of(device: Device) -> Superblock:
@@ -204,10 +214,10 @@ def root_of(device: Device) -> Superblock:
     """
     if device.capacity_bytes < REGION_BYTES_MIN:
         raise ConfigError(
-            f"{device.path} has {device.capacity_bytes} bytes: a region has at least "
+            f"{device.path} has {bytes_of(device)} bytes: a region has at least "
             f"{REGION_BYTES_MIN} bytes"
         )
-    copies = read_copies(_Reader(device), device.capacity_bytes)
+    copies = read_copies(_Reader(device), device.capacity_bytes, device.path)
     intact = _intact(copies)
     if not intact:
         first = copies[0].found

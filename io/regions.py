@@ -18,7 +18,7 @@ from kvtier.errors import ConfigError, DeviceError, FormatError
 from kvtier.io.device import Device
 from kvtier.io.drives import Drives, MissingDrive
 from kvtier.io.extent import Extent, drive_of, drive_start
-from kvtier.io.region import Region
+from kvtier.io.region import Region, bytes_of
 from kvtier.io.region_place import RegionPlace
 
 _GONE = (errno.ENOENT, errno.ENXIO, errno.ENODEV, errno.ENOMEDIUM, errno.EIO)
@@ -165,9 +165,10 @@ def open_places(
 ) -> list[Device | MissingDrive]:
     """Open what is there of the regions of a store.
 
-    Raises DeviceError where none is, and whatever `open_one` raises for one that is there and may
-    not be used.
+    Raises DeviceError where none is, ConfigError where two are one drive, and whatever `open_one`
+    raises for one that is there and may not be used.
     """
+    require_different([place.path for place in places])
     found: list[Device | MissingDrive] = []
     for place in places:
         try:
@@ -183,10 +184,30 @@ def open_places(
     return found
 
 
+def require_different(paths: Sequence[str]) -> None:
+    """Raise ConfigError where two paths lead to one device or file. What is not there is none."""
+    known: dict[tuple[int, int, int], str] = {}
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except (OSError, ValueError):
+            # Whoever opens it says what is wrong with it.
+            continue
+        key = (status.st_rdev, 0, 0) if status.st_rdev else (0, status.st_dev, status.st_ino)
+        if key in known:
+            same = (
+                f"{path} is named twice"
+                if known[key] == path
+                else f"{known[key]} and {path} are the same drive"
+            )
+            raise ConfigError(f"{same}: name every drive once")
+        known[key] = path
+
+
 def require_size(device: Device, nbytes: int) -> None:
     """Raise ConfigError where a region was truncated. nbytes: as it was made."""
     if device.capacity_bytes < nbytes:
         raise ConfigError(
-            f"{device.path} has {device.capacity_bytes} bytes, but the store was made with "
+            f"{device.path} has {bytes_of(device)} bytes, but the store was made with "
             f"{nbytes} bytes: it was truncated. Restore it, or make a new store"
         )

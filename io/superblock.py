@@ -40,6 +40,8 @@ SUPERBLOCK_BYTES = 4096
 SECOND_COPY_OFFSET = 64 * 1024
 DATA_START = 1024 * 1024
 REGION_BYTES_MIN = 2 * DATA_START
+ONE_COPY = "superblock copy at offset"
+"""What is said of one copy begins so: the region is the store's, and others are intact."""
 
 _FIELDS = struct.Struct("<8sIIQ16sQQQIHH4016x")
 _CHECKSUM = struct.Struct("<Q")
@@ -86,17 +88,21 @@ class Superblock:
         return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
 
     @classmethod
-    def parse(cls, data: bytes) -> "Superblock":
-        """Check and read 4096 bytes. Raises BadMagic, VersionMismatch, ChecksumMismatch."""
+    def parse(cls, data: bytes, path: str = "") -> "Superblock":
+        """Check and read 4096 bytes. path: of their device, for messages.
+
+        Raises BadMagic, VersionMismatch, ChecksumMismatch.
+        """
+        where = f"{path}: " if path else ""
         if len(data) != SUPERBLOCK_BYTES:
-            raise BadMagic(f"a superblock has {SUPERBLOCK_BYTES} bytes: got {len(data)}")
+            raise BadMagic(f"{where}a superblock has {SUPERBLOCK_BYTES} bytes: got {len(data)}")
         magic, version, *numbers = _FIELDS.unpack_from(data)
         if magic != MAGIC:
-            raise BadMagic(f"no kvtier superblock: expected {MAGIC!r}, found {magic!r}")
+            raise BadMagic(f"{where}no kvtier superblock: expected {MAGIC!r}, found {magic!r}")
         if version != FORMAT_VERSION:
-            raise VersionMismatch("the superblock", version, FORMAT_VERSION)
+            raise VersionMismatch(f"{where}the superblock", version, FORMAT_VERSION)
         if not checksum_holds(data):
-            raise ChecksumMismatch("the superblock is damaged: its checksum does not match")
+            raise ChecksumMismatch(f"{where}the superblock is damaged: its checksum does not match")
         block_bytes, sequence, store, created, region_bytes, start, grid, index, more = numbers
         return cls(
             store_uuid=str(uuid.UUID(bytes=store)),
@@ -133,25 +139,25 @@ class SuperblockCopy:
 
 
 def read_copies(
-    read: Callable[[int, int], bytes], capacity_bytes: int
+    read: Callable[[int, int], bytes], capacity_bytes: int, path: str = ""
 ) -> tuple[SuperblockCopy, SuperblockCopy, SuperblockCopy]:
     """Read and check all three copies.
 
     read(offset, length) returns bytes of the device. The place of the last copy follows from the
     region size in the first two where one of them is intact and the device is long enough, else
-    from `capacity_bytes`.
+    from `capacity_bytes`. path: of the device, for messages.
     """
-    first = _read_copy(read, 0)
-    second = _read_copy(read, SECOND_COPY_OFFSET)
+    first = _read_copy(read, 0, path)
+    second = _read_copy(read, SECOND_COPY_OFFSET, path)
     region_bytes = capacity_bytes
     for copy in (first, second):
         if isinstance(copy.found, Superblock) and copy.found.region_bytes <= capacity_bytes:
             region_bytes = copy.found.region_bytes
             break
-    return first, second, _read_copy(read, copy_offsets(region_bytes)[2])
+    return first, second, _read_copy(read, copy_offsets(region_bytes)[2], path)
 
 
-def _read_copy(read: Callable[[int, int], bytes], offset: int) -> SuperblockCopy:
+def _read_copy(read: Callable[[int, int], bytes], offset: int, path: str) -> SuperblockCopy:
     try:
         data = read(offset, SUPERBLOCK_BYTES)
     except DeviceError as error:
@@ -159,7 +165,7 @@ def _read_copy(read: Callable[[int, int], bytes], offset: int) -> SuperblockCopy
         # no frame, and so no device, alive.
         return SuperblockCopy(offset, error.with_traceback(None), False)
     try:
-        return SuperblockCopy(offset, Superblock.parse(data), False)
+        return SuperblockCopy(offset, Superblock.parse(data, path), False)
     except VersionMismatch as error:
         return SuperblockCopy(offset, error.with_traceback(None), checksum_holds(data))
     except FormatError as error:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -249,6 +250,12 @@ def test_another_size_kernel_or_file_is_measured_anew(
         lambda text: text.replace('"workers": 8', '"workers": true'),
         lambda text: text.replace('"trials"', '"trails"'),
         lambda text: "[" * 100_000,
+        lambda text: text.replace('"latency_s": 9e-05', f'"latency_s": 1{"0" * 400}'),
+        lambda text: text.replace('"latency_s": 9e-05', '"latency_s": 5e-324'),
+        lambda text: re.sub('("read_bytes_per_s"): [^,]*', f"\\1: 1{'0' * 400}", text),
+        lambda text: re.sub('("why"): "', r'\1: "\\ud800', text),
+        lambda text: re.sub('("why"): "', r'\1: "\\u001b[2J', text),
+        lambda text: text + " " * (1 << 20),
     ],
 )
 def test_a_broken_cache_says_nothing_and_is_written_anew(
@@ -268,6 +275,14 @@ def test_a_broken_cache_says_nothing_and_is_written_anew(
 def test_bytes_that_are_no_text_are_a_broken_cache(file: str, tmp_path: Path) -> None:
     (tmp_path / CALIBRATION).write_bytes(b"\xff\xfe\x00")
     assert load(tmp_path, file) is None
+
+
+@pytest.mark.parametrize("name", [CALIBRATION, f"{CALIBRATION}.new"])
+def test_a_pipe_in_its_place_is_replaced(file: str, tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    assert load(tmp_path, file) is None
+    save(tmp_path, file, FOUND)
+    assert load(tmp_path, file) == FOUND
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(

@@ -193,6 +193,17 @@ def test_no_permission(as_nobody: Path, mode: int, writable: bool, refused: str)
         assert words in message
 
 
+def test_root_is_not_told_to_change_the_mode(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(DeviceError, match="a container") as caught:
+        open_raw(path, writable=True)
+    assert "chmod" not in str(caught.value)
+
+
 def test_no_permission_to_search(as_nobody: Path) -> None:
     os.seteuid(0)
     as_nobody.chmod(0o700)

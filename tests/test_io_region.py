@@ -4,6 +4,7 @@ import os
 import struct
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from kvtier.io.device import Buffers, Int64Array, Priority
 from kvtier.io.pagecache import cached_bytes
 from kvtier.io.probe import open_device
 from kvtier.io.rawfile import create_region_file
-from kvtier.io.region import Region
+from kvtier.io.region import Region, root_of
 from kvtier.io.superblock import (
     DATA_START,
     REGION_BYTES_MIN,
@@ -262,6 +263,34 @@ def test_create_too_small(tmp_path: Path) -> None:
     create_region_file(name, REGION_BYTES_MIN - 4096)
     with pytest.raises(ConfigError, match=str(REGION_BYTES_MIN)):
         create(name)
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, REGION_BYTES_MIN - 1])
+def test_a_file_is_said_to_be_as_large_as_it_is(tmp_path: Path, nbytes: int) -> None:
+    """Also where it does not end with a whole block."""
+    name = str(tmp_path / "small")
+    Path(name).write_bytes(bytes(nbytes))
+    with pytest.raises(ConfigError, match=f"{name} has {nbytes} bytes: "):
+        create(name)
+    with (
+        closing(open_device(name)) as device,
+        pytest.raises(ConfigError, match=f"{name} has {nbytes} bytes: "),
+    ):
+        root_of(device)
+
+
+def test_what_is_no_superblock_is_named_with_its_path(path: str) -> None:
+    with pytest.raises(BadMagic, match=f"^{path}: no kvtier superblock"):
+        reopen(path)
+    create(path)
+    newer = other_version(path, 2)
+    for offset in COPIES:
+        patch(path, offset + 50, b"\xff")
+    with pytest.raises(ChecksumMismatch, match=f"^{path}: the superblock is damaged"):
+        reopen(path)
+    patch(path, 0, newer)
+    with pytest.raises(VersionMismatch, match=f"^{path}: the superblock has format version 2"):
+        reopen(path)
 
 
 def test_create_refuses_another_store_unless_forced(path: str) -> None:

@@ -14,6 +14,7 @@ from kvtier.errors import (
     WrongStoreError,
 )
 from kvtier.tiering.config import Config
+from kvtier.tiering.rebuilder import rebuild
 from kvtier.tiering.store_files import read_settings
 from kvtier.tiering.verifier import verify
 from tests.drive_cases import (
@@ -66,13 +67,16 @@ def test_a_copy_and_foreign_drives_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WrongStoreError):
         open_store(path)
     (tmp_path / "drive1").write_bytes(bytes(4 * MIB))
-    with pytest.raises(BadMagic):
+    with pytest.raises(BadMagic, match=f"^{tmp_path / 'drive1'}: no kvtier superblock"):
         open_store(path)
     assert not (tmp_path / "drive1").read_bytes().strip(b"\0")
     os.unlink(tmp_path / "drive1")
     bring_back(tmp_path, 1)
     os.truncate(tmp_path / "drive1", 3 * MIB)
     with pytest.raises(ConfigError, match="it was truncated"):
+        open_store(path)
+    os.truncate(tmp_path / "drive1", 100)
+    with pytest.raises(ConfigError, match=r"drive1 has 100 bytes: .* was the file truncated\?"):
         open_store(path)
 
 
@@ -121,9 +125,52 @@ def test_lists_that_name_no_drives(region: list[str], message: str) -> None:
         Config(region)
 
 
-def test_one_drive_by_two_names(tmp_path: Path) -> None:
+def another_name(path: str, how: str) -> str:
+    """Of the drive at `path`, in the same folder."""
+    folder = os.path.dirname(path)
+    other = os.path.join(folder, how)
+    if how == "symlink":
+        os.symlink(path, other)
+    elif how == "hardlink":
+        os.link(path, other)
+    else:
+        other = f"{folder}/./{os.path.basename(path)}"
+    return other
+
+
+NAMES = ("symlink", "hardlink", "dot")
+
+
+@pytest.mark.parametrize("how", NAMES)
+def test_one_drive_by_two_names(tmp_path: Path, how: str) -> None:
     (path,) = make_drives(tmp_path, (8 * MIB,))
-    link = tmp_path / "link"
-    link.symlink_to(path)
-    with pytest.raises(ConfigError, match="are the same drive"):
-        open_store(tmp_path / "kv", config=Config([path, str(link)], hot="4MiB"))
+    other = another_name(path, how)
+    message = f"{path} and {other} are the same drive: name every drive once"
+    with pytest.raises(ConfigError, match=message):
+        open_store(tmp_path / "kv", config=Config([path, other], hot="4MiB"))
+
+
+@pytest.mark.parametrize("how", NAMES[:2])
+def test_a_store_whose_settings_name_one_drive_by_two_names(tmp_path: Path, how: str) -> None:
+    path = make_store(tmp_path)
+    first, second = str(tmp_path / "drive0"), str(tmp_path / "drive1")
+    other = another_name(first, how)
+    settings = path / "store.yaml"
+    settings.write_text(settings.read_text().replace(second, other))
+    (path / "catalog.sqlite").rename(tmp_path / "catalog.sqlite")
+    with pytest.raises(ConfigError, match=f"{first} and {other} are the same drive"):
+        rebuild(path)
+    (tmp_path / "catalog.sqlite").rename(path / "catalog.sqlite")
+    with pytest.raises(ConfigError, match=f"{first} and {other} are the same drive"):
+        open_store(path)
+    settings.write_text(settings.read_text().replace(other, first))
+    with pytest.raises(ConfigError, match=f"{first} is named twice: name every drive once"):
+        open_store(path)
+
+
+def test_a_drive_that_was_made_a_link_to_another(tmp_path: Path) -> None:
+    path = make_store(tmp_path)
+    os.unlink(tmp_path / "drive1")
+    os.symlink(tmp_path / "drive0", tmp_path / "drive1")
+    with pytest.raises(ConfigError, match="are the same drive: name every drive once"):
+        open_store(path)

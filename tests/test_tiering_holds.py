@@ -159,6 +159,22 @@ def test_what_cannot_be_held(tmp_path: Path) -> None:
         Config(hold_limit="much")
 
 
+def test_what_an_open_sequence_views_stays_until_it_is_evicted(tmp_path: Path) -> None:
+    tokens = some_tokens(ONE, 1)
+    with small(tmp_path) as store:
+        put(store, OF_M, "n", tokens)
+        sequence = store.resume(tokens)
+        assert store.remove("n") == 0
+        assert store.clear() == 0
+        check_bytes(store, OF_M, sequence, tokens)
+        store.release(sequence)
+        assert exact(store, tokens) == ONE, "nobody views it any more, and nobody needs its room"
+        fill(store, 0, 20)
+        assert exact(store, tokens) == 0
+    with small(tmp_path) as store:
+        assert exact(store, tokens) == 0
+
+
 def test_a_name_that_was_removed_takes_only_its_own(tmp_path: Path) -> None:
     shared = some_tokens(ONE, 1)
     long, other = shared + some_tokens(ONE, 2), shared + some_tokens(100, 3)

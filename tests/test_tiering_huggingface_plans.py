@@ -265,6 +265,25 @@ def test_a_deadline_is_kept_when_the_drive_hangs(
     assert opened.check(answer, deadline_s=0) == 0
 
 
+@pytest.mark.parametrize("seconds", [float("inf"), 1e10, 10**400], ids=str)
+def test_a_deadline_that_nobody_can_wait_for_is_none(
+    opened: Opened,
+    answer: tuple[torch.Tensor, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+) -> None:
+    genuine = BackLoader._load
+
+    def load(self: BackLoader, view: SegmentView) -> State:
+        time.sleep(0.05)
+        return genuine(self, view)
+
+    monkeypatch.setattr(BackLoader, "_load", load)
+    opened.cost(1e9)
+    lose(opened.store, 2)
+    assert opened.check(answer, plan="load", deadline_s=seconds) == TOKENS - 1
+
+
 def test_a_drive_that_fails_as_a_whole_is_computed_around(
     opened: Opened, answer: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,8 +334,9 @@ def test_passes_and_loads_are_measured(opened: Opened, answer: tuple[torch.Tenso
     ("how", "message"),
     [
         ({"plan": "fast"}, "auto, load, recompute, both: got 'fast'"),
-        ({"deadline_s": -1.0}, "seconds, or None: got -1.0"),
+        ({"deadline_s": -1.0}, "number of seconds, 0 or more, or None for no deadline: got -1.0"),
         ({"deadline_s": float("nan")}, "got nan"),
+        ({"deadline_s": "5"}, "got '5'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(
@@ -324,3 +344,13 @@ def test_what_cannot_be_meant_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         TieredCache(opened.store, answer[0], **how)
+
+
+def test_a_save_mends_what_a_scrub_found_lost(opened: Opened, answer: Any) -> None:
+    ids, tokens = answer
+    opened.cost(1e12)
+    with TieredCache(opened.store, ids) as cache:
+        assert torch.equal(generate(opened.model, ids, cache, NEW), tokens)
+        lose(opened.store, 1)
+        assert cache.save("answer", tokens=tokens) == TOKENS + NEW - 1
+    assert opened.store.lookup(tokens[0].numpy()) == TOKENS + NEW - 1

@@ -9,7 +9,14 @@ import torch
 from kvtier.errors import FormatError
 from kvtier.tiering.extent_format import DIRECTORY_ENTRY, NO_POSITION
 from kvtier.tiering.geometry import PAGE_TOKENS, LayerGeometry, pages_of
-from kvtier.tiering.packing import TORCH_DTYPES, PositionOrder, gather, pack, scatter
+from kvtier.tiering.packing import (
+    TORCH_DTYPES,
+    PositionOrder,
+    as_tensor,
+    gather,
+    pack,
+    scatter,
+)
 from kvtier.tiering.page_layout import Order, PageLayout
 
 COUNTS = [1, 15, 16, 17, 37, 48]
@@ -177,6 +184,12 @@ def test_directory_of_another_layout_is_refused(name: str) -> None:
         layout.require_raw(directory, "here")
     with pytest.raises(FormatError, match="here"):
         layout.require_raw(layout.directory(None)[:-1], "here")
+
+
+def test_a_usual_tensor_is_taken_as_it_is() -> None:
+    """Each layer of each step of a decode hands some in."""
+    rows = torch.zeros(2, 1, 8)
+    assert as_tensor(rows) is rows
 
 
 def test_position_order_reorders_nothing() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.tiering import costs as measured
 from kvtier.tiering.costs import BYTES_PER_S_START, CostMeter
 from kvtier.tiering.planner import (
     BESIDE,
@@ -293,9 +295,17 @@ def test_a_file_that_cannot_be_used_is_measured_anew(tmp_path: Path, content: st
         ("machine", "another"),
         ("bytes_per_s", 0),
         ("bytes_per_s", float("inf")),
+        ("bytes_per_s", 10**400),
+        ("bytes_per_s", 5e-324),
+        ("latency_s", 1e308),
         ("latency_s", -1),
         ("passes", [[0, 1, 1]]),
         ("passes", [[float("inf"), 1, 1]]),
+        ("passes", [[10**400, 1.0, 1.0]]),
+        ("passes", [["8", 1.0, 1.0]]),
+        ("passes", [[100, 1e308, 1.0]]),
+        ("passes", [[100, 100.0, 5e-324], [10, 10.0, 1.0], [200, 1e9, 2.0]]),
+        ("passes", [[100, 1.0, 1e300]]),
         ("passes", [[9, float("nan"), 1], [9, 1, 1]]),
         ("loaded", "now"),
     ],
@@ -313,3 +323,51 @@ def test_numbers_of_another_machine_or_of_none_are_not_used(
     again = CostMeter.start()
     again.restore(path, "a")
     assert again.costs().load.bytes_per_s == BYTES_PER_S_START
+    assert again.costs().prefill is None
+
+
+def test_all_numbers_that_are_taken_can_be_computed_with(tmp_path: Path) -> None:
+    """The ends of their ranges, together: the fit overflows nowhere."""
+    path = tmp_path / "costs.json"
+    meter = CostMeter.start()
+    meter.note_load(1 << 30, 1000.0)
+    meter.keep(path, "a")
+    content = json.loads(path.read_text())
+    ends = itertools.product(measured.TOKENS_RANGE, measured.PAIRS_RANGE, measured.SECONDS_RANGE)
+    content["models"]["a"]["passes"] = list(ends)
+    path.write_text(json.dumps(content))
+    again = CostMeter.start()
+    again.restore(path, "a")
+    found = again.costs().prefill
+    assert found is not None
+    assert np.isfinite([found.fixed_s, found.token_s, found.pair_s]).all()
+
+
+def test_what_is_measured_stays_in_the_ranges_that_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    meter = CostMeter.start()
+    meter.note_pass(100, 0, 1e-12)
+    meter.note_pass(100, 0, 1e9)
+    meter.note_load(1 << 60, 1e-9)
+    meter.keep(path, "a")
+    again = CostMeter.start()
+    again.restore(path, "a")
+    assert again.costs().load.bytes_per_s == measured.RATE_RANGE[1]
+    assert again.costs().prefill is None
+
+
+def test_a_pipe_or_a_file_without_end_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(measured, "FILE_BYTES_MAX", 1000)
+    path = tmp_path / "costs.json"
+    os.mkfifo(path)
+    meter = CostMeter.start()
+    meter.restore(path, "a")
+    assert "is not a regular file" in caplog.text
+    meter.note_load(1 << 30, 1000.0)
+    meter.keep(path, "a")
+    assert list(json.loads(path.read_text())["models"]) == ["a"]
+    path.write_text(f"{path.read_text()}{' ' * 1000}")
+    CostMeter.start().restore(path, "a")
+    assert "more than 1000 bytes" in caplog.text

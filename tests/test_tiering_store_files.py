@@ -20,7 +20,9 @@ from kvtier.io.catalog import Catalog
 from kvtier.io.region_place import RegionPlace
 from kvtier.tiering import store_files
 from kvtier.tiering.config import Config
+from kvtier.tiering.listing import describe
 from kvtier.tiering.opening import open_files
+from kvtier.tiering.stats_file import STATS, read_stats
 from kvtier.tiering.store_files import (
     CATALOG,
     COSTS,
@@ -242,3 +244,31 @@ def test_catalog_of_another_store_is_refused(tmp_path: Path) -> None:
         store_files.open_catalog(tmp_path, Settings(STORE, (RegionPlace(REGION, 4096),))),
     ):
         pytest.fail("a catalog of another store was opened")
+
+
+@pytest.mark.parametrize("name", [f"{SETTINGS}.new", COSTS, f"{COSTS}.new", STATS, f"{STATS}.new"])
+def test_a_pipe_under_the_name_of_a_small_file_stops_nothing(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "store"
+    with open_store(path) as store:
+        put(store, KV(PLAIN), "a", some_tokens(300, 1))
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+    assert describe(path).names
+    assert not isinstance(read_stats(path, describe(path).uuid), str) or name == STATS
+    with open_store(path) as store:
+        store.costs.note_pass(100, 0, 1.0)
+        store.stats()
+    assert (path / COSTS).is_file()
+    assert (path / STATS).is_file()
+    if name != f"{SETTINGS}.new":
+        assert not (path / name).is_fifo()
+
+
+def test_a_pipe_in_place_of_the_settings_is_damage(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / SETTINGS)
+    with pytest.raises(FormatError, match=r"store\.yaml is damaged: it is not a regular file"):
+        store_files.read_settings(tmp_path)
+    os.mkfifo(tmp_path / f"{SETTINGS}.new")
+    settings = Settings(STORE, (RegionPlace(REGION, 4096),))
+    store_files.write_settings(tmp_path, settings)
+    assert store_files.read_settings(tmp_path) == settings

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, FormatError
 from kvtier.tiering.config import Config
+from kvtier.tiering.fingerprint import Provenance
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.store import Store
 from kvtier.tiering.verifier import verify
@@ -243,6 +244,74 @@ def test_extend_refuses_what_it_cannot_know(stored: Path) -> None:
         store.crop(sequence, 600)
         assert store.extend(sequence, LONG) == 600, "nothing begins there"
         store.release(sequence)
+
+
+def test_a_graft_of_something_else_is_refused(tmp_path: Path) -> None:
+    """What is refused changes nothing: neither Sequence, and no Tail is cut."""
+    with open_store(tmp_path) as store:
+        own = store.sequence()
+        extend(store, OF_M, own, LONG[:600])
+        others = {
+            "same provenance": store.sequence(Provenance.approximate(0.5, "fp8")),
+            "not named": store.sequence(),
+            "not the same": store.sequence(),
+            "no segment": store.sequence(),
+        }
+        for each in others.values():
+            extend(store, OF_M, each, LONG[:500] if each is others["no segment"] else LONG[:512])
+        with pytest.raises(ConfigError, match="same provenance"):
+            store.graft(own, own)
+        store.name_tokens(own, LONG[:600])
+        for words, other in others.items():
+            if words != "not named":
+                first = LONG[0] + 1 if words == "not the same" else LONG[0]
+                store.name_tokens(other, [first, *LONG[1 : other.length()]])
+            with pytest.raises(ConfigError, match=words):
+                store.graft(own, other)
+            assert len(other.tail) == (words == "no segment")
+            store.release(other)
+        check_bytes(store, OF_M, own, LONG[:600])
+        store.release(own)
+
+
+def test_a_graft_before_a_tail_that_was_sealed_meanwhile(stored: Path) -> None:
+    """With little room in HOT, computing what was lost seals the Tail of who needs it."""
+    lose(stored, 0)
+    with open_store(stored) as store:
+        own, other = store.sequence(), store.sequence()
+        for sequence, tokens in ((own, LONG[:700]), (other, LONG[:512])):
+            extend(store, OF_M, sequence, tokens)
+            store.name_tokens(sequence, tokens)
+        store._writer.seal(own)
+        store.graft(own, other)
+        assert other.closed
+        check_bytes(store, OF_M, own, LONG[:700])
+        store.save(own, "n", LONG[:700])
+        store.release(own)
+    with open_store(stored) as store:
+        sequence = store.resume(LONG[:700])
+        assert sequence.length() == 700
+        check_bytes(store, OF_M, sequence, LONG[:700])
+        store.release(sequence)
+
+
+def test_nothing_is_saved_behind_what_is_lost(stored: Path) -> None:
+    """HOT has it still, but nobody would find it. A graft of the same tokens mends it."""
+    with open_store(stored) as store:
+        own = store.resume(LONG[:1024])
+        hole_cases.lose(store, 0)
+        extend(store, OF_M, own, LONG[:1100])
+        with pytest.raises(FormatError, match="tokens 0 to 512 of this sequence are damaged"):
+            store.save(own, "more", LONG[:1100], hold=True)
+        assert "more" not in [each.name for each in store.names()]
+        check_bytes(store, OF_M, own, LONG[:1100])
+        other = store.sequence()
+        extend(store, OF_M, other, LONG[:512])
+        store.name_tokens(other, LONG[:512])
+        store.graft(own, other)
+        assert store.save(own, "more", LONG[:1100], hold=True) == 1100
+        assert store.lookup(LONG[:1100]) == 1100
+        store.release(own)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -57,6 +57,9 @@ BAD_ROWS: dict[str, tuple[object, object, str]] = {
     "a list": ([[0.0]], GOOD, r"torch tensor.*numpy array.*got list"),
     "nothing": (None, GOOD, r"got NoneType"),
     "objects": (np.array([None]), GOOD, r"array of object cannot be used"),
+    "sparse": (GOOD.to_sparse(), GOOD, r"dense torch tensor.*got Tensor of layout.*sparse_coo"),
+    "sparse values": (GOOD, GOOD.to_sparse(), r"got Tensor of layout torch\.sparse_coo"),
+    "another library's": (GOOD.to_mkldnn(), GOOD, r"got Tensor of layout torch\._mkldnn"),
     "not in memory": (torch.empty(2, 5, 8, device="meta"), GOOD, r"host memory.*on meta"),
 }
 
@@ -101,6 +104,19 @@ def test_tensors_with_any_strides_or_a_gradient_are_taken(store: Store) -> None:
     check_bytes(store, OF_M, sequence, TOKENS)
 
 
+@pytest.mark.parametrize("learns", [False, True])
+def test_tensors_whose_sign_is_only_noted_are_taken(store: Store, learns: bool) -> None:
+    sequence = store.sequence()
+    for layer in range(2):
+        keys, values = ((-each)._neg_view() for each in OF_M.rows(TOKENS, layer))
+        assert keys.is_neg()
+        store.append(sequence, layer, keys.requires_grad_(learns), values)
+    check_bytes(store, OF_M, sequence, TOKENS)
+    query = a_query(OF_M, 0, 1, 1)
+    given = (-query)._neg_view().requires_grad_(learns)
+    assert torch.equal(store.attend(sequence, 0, given), store.attend(sequence, 0, query))
+
+
 def test_the_store_keeps_a_copy(store: Store) -> None:
     """A036: what the caller does to its tensors afterwards is its own affair."""
     sequence = store.sequence()
@@ -135,6 +151,7 @@ BAD_QUERIES: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"query": rows(4, 1, 8, torch.float16)}, r"float16.*float32|float32.*float16"),
     "integers": ({"query": rows(4, 1, 8, torch.int32)}, r"query .*int32"),
     "a list": ({"query": [[1.0]]}, r"got list"),
+    "sparse": ({"query": rows(4, 1, 8).to_sparse()}, r"got Tensor of layout torch\.sparse_coo"),
     "too many": ({"query": rows(4, 101, 8)}, r"last 101 tokens.*holds 100"),
     "none": ({"query": rows(4, 0, 8)}, r"query"),
     "keys count": ({"keys": rows(2, 3, 8), "values": rows(2, 3, 8)}, r"keys .*\[2, 3, 8\]"),

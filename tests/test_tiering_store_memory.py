@@ -1,8 +1,10 @@
 """Memory limits of a store: hard ones, in its own count and in that of the kernel."""
 
+import gc
 import resource
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +226,22 @@ def test_frames_are_all_free_again_after_the_last_release(tmp_path: Path) -> Non
         assert (stats.hot_bytes, stats.device_bytes, stats.segments) == (0, used, 0)
         assert not np.any(store._residency.on_nvme)
         check_settled(store, tmp_path)
+
+
+def test_a_closed_store_that_is_kept_holds_no_memory(tmp_path: Path) -> None:
+    """Without a collection of cycles, which may come long after."""
+    store = open_store(tmp_path, config=Config("16MiB", hot="4MiB", host="1MiB"))
+    put(store, KV(PLAIN), "n", some_tokens(1700, 1))
+    store.resume(some_tokens(1700, 1), lazily=True)
+    tiers = store._residency.hot.tier, store._residency.host.tier
+    arenas = [weakref.ref(each.pool(0).arena) for each in tiers]
+    arenas.append(weakref.ref(store._extents.buffers.memory))
+    gc.disable()
+    try:
+        store.close()
+        assert [each() for each in arenas] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 def test_row_widths_share_one_limit_in_the_kernels_count_too(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """kvtier bench device and what doctor says of a measured store."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvtier.io import calibration_file
-from kvtier.io.calibration_file import Calibration
+from kvtier.io.calibration import setting_words
+from kvtier.io.calibration_file import Calibration, Trial
 from kvtier.tiering import start_calibration
 from kvtier.tiering.config import Config
 from kvtier.tools import bench_device
@@ -69,9 +71,42 @@ def test_a_store_is_measured_where_something_lies(
 
 def test_what_is_nothing_to_measure_is_refused(tmp_path: Path) -> None:
     assert "No such file" in refused("bench", "device", tmp_path / "none", "--quick")
-    assert "not a kvtier store" in refused("bench", "device", tmp_path, "--quick")
+    told = refused("bench", "device", tmp_path, "--quick")
+    assert "not a kvtier store" in told
+    assert "or a device or file" in told
     (tmp_path / "small").write_bytes(b"x" * 4096)
     assert "at least" in refused("bench", "device", tmp_path / "small", "--quick")
+
+
+def test_a_file_of_holes_is_refused(tmp_path: Path, file: str) -> None:
+    for name, written in (("sparse", 0), ("half", 4 << 20)):
+        with (tmp_path / name).open("wb") as sparse:
+            sparse.write(b"x" * written)
+            sparse.truncate(8 << 20)
+        told = refused("bench", "device", tmp_path / name, "--quick")
+        assert f"{8 - (written >> 20)}.0 MiB of its 8.0 MiB were never written" in told
+    assert bench_device._hole_bytes(file, 8 << 20) == 0
+
+
+def test_where_nobody_can_tell_holes_a_file_is_measured(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, at: int, how: int) -> int:
+        raise OSError(errno.EINVAL, "no such way to seek")
+
+    monkeypatch.setattr(os, "lseek", refuse)
+    assert bench_device._hole_bytes(file, 8 << 20) == 0
+
+
+def test_words_and_columns_name_the_same_settings() -> None:
+    trials = tuple(
+        Trial("threads", n, small, large) for n, small, large in ((8, 5, 9), (16, 1, 10))
+    )
+    ring = Trial("io_uring", 128, 9.0, 9.0)
+    found = Calibration("io_uring", 128, 8, 0, 9.0, None, 1e-4, "", (ring, *trials))
+    settings = [(each.engine, each.setting) for each in bench_device._best_of_each_engine(found)]
+    assert settings == [("io_uring", 128), ("threads", 8)]
+    assert setting_words(*settings[1]) == "threads, 8 workers"
 
 
 def test_doctor_says_what_was_measured_of_a_store(tmp_path: Path) -> None:

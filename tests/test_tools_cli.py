@@ -1,5 +1,6 @@
 """The kvtier command: exit codes, messages, JSON, and that ls and doctor answer at once."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -124,7 +125,7 @@ def test_missing_region_is_said_once_and_plainly(tmp_path: Path) -> None:
         "the region is missing: restore the file or device; without it every segment is a miss"
     )
     out = kvtier_command("ls", str(store)).stdout
-    assert sentence in out.splitlines()
+    assert f"{region}: {sentence}" in out.splitlines()
     assert "book" in out
     assert "\x1b" not in out
     (finding,) = as_json("verify", str(store), code=1)["findings"]
@@ -255,6 +256,28 @@ def test_direct_io_on_a_file_system_that_refuses(monkeypatch: pytest.MonkeyPatch
     report = direct_io.try_device("/proc/version")
     assert not report.usable
     assert "EINVAL" in report.reason or "refused" in report.reason
+
+
+def test_who_may_not_open_a_device_is_told_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "device"
+    path.touch()
+    for number, uid, words in (
+        (errno.EPERM, 0, "a container"),
+        (errno.EACCES, 1000, "as a user who may"),
+        (errno.EIO, 0, "(EIO)"),
+    ):
+
+        def refuse(*_arguments: object, number: int = number) -> int:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "geteuid", lambda uid=uid: uid)
+            patched.setattr(os, "open", refuse)
+            report = direct_io.try_device(str(path))
+        assert words in report.reason
+        assert ("a user" in report.reason) == (uid != 0)
 
 
 MOUNTS = (

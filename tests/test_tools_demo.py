@@ -81,7 +81,7 @@ def test_figures_come_from_the_first_answer_of_each_process() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"page_cache_bytes": 4096}, "4096 bytes of the region"),
+        ({"page_cache_bytes": 4096}, "4096 bytes of the region; another process"),
         ({"device_bytes": 49_999_999}, "fewer than the 50000000 bytes"),
         ({"hot_bytes_max": 268_435_457}, "over 268435456 bytes"),
         ({"questions": (answered(), answered(identical=False))}, "question 2: tokens differ"),
@@ -151,6 +151,13 @@ def test_table_shows_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
         "io_uring",
     ):
         assert words in out
+
+
+def test_table_marks_what_the_page_cache_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvtier.tools.demo_report import show
+
+    show(replace(result(), page_cache_bytes=4096), Path("chart.png"))
+    assert "NOT 0: 4,096 B" in capsys.readouterr().out
 
 
 def test_plain_stages_do_not_repeat_percentages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,9 +270,9 @@ def test_whole_demo_on_a_tiny_model(tiny_model: Path, tmp_path: Path) -> None:
     for question in (second, third):
         assert len(FAMILY_TREE) * 10 <= question["restored_tokens"] < question["prompt_tokens"]
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-    # Another run on the same store, if it is named, says why it cannot start from nothing.
+    # Another run on the same store, if it is named, could not start from nothing.
     refused = run_demo(tmp_path, *arguments, "--store", "demo-out/store", code=2)
-    assert "would not start from nothing" in refused.stderr
+    assert "holds something already" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 

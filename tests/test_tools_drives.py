@@ -1,5 +1,7 @@
 """The commands on stores that are spread over several drives, and on those that miss one."""
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,7 @@ def test_ls_and_doctor_tell_the_drives(tmp_path: Path) -> None:
 
 def test_a_store_that_misses_a_drive(tmp_path: Path) -> None:
     path = make_long(tmp_path)
+    whole = as_json("ls", path)
     take_away(tmp_path, 2)
     found = as_json("ls", path)
     assert [each["state"] for each in found["regions"]].index("missing") == 2
@@ -68,7 +71,14 @@ def test_a_store_that_misses_a_drive(tmp_path: Path) -> None:
     lost = [each for each in found["segments"] if not each["tiers"]]
     assert [each["drives"] for each in lost] == [[2]] * 4
     text = kvtier("ls", path).stdout
-    assert "the region is missing: restore the file or device" in text
+    assert f"{tmp_path / 'drive2'}: the region is missing: restore the file or device" in text
+    lost_bytes = found["regions"][2]["used_bytes"]
+    window_bytes = (whole["free_bytes"] + whole["used_bytes"]) // DRIVES
+    assert found["free_bytes"] == whole["free_bytes"] - (window_bytes - lost_bytes)
+    stated = as_json("stat", path)
+    assert stated["catalog"]["missing_regions"] == [str(tmp_path / "drive2")]
+    assert stated["catalog"]["free_bytes"] == found["free_bytes"]
+    assert str(tmp_path / "drive2") in kvtier("stat", path).stdout
     assert "a drive of it is missing" in text
     assert text.count(" missing\n") >= 4
 
@@ -76,6 +86,7 @@ def test_a_store_that_misses_a_drive(tmp_path: Path) -> None:
     (reason,) = [each for each in checks if each.startswith(str(tmp_path / "drive2"))]
     assert "the region is missing" in reason
     assert not checks[reason]
+    assert as_json("doctor", path)["direct_io"]["path"] == str(tmp_path / "drive0")
 
     done = kvtier("verify", path, code=1)
     assert f"region: {tmp_path / 'drive2'}: the region is missing" in done.stdout
@@ -88,6 +99,43 @@ def test_a_store_that_misses_a_drive(tmp_path: Path) -> None:
     assert as_json("ls", path)["names"] == []
     bring_back(tmp_path, 2)
     kvtier("verify", path)
+
+
+@pytest.mark.parametrize("fault", ["another store's", "cut", "nearly empty", "zeros"])
+def test_verify_of_a_store_with_a_wrong_drive(tmp_path: Path, fault: str) -> None:
+    path = make_long(tmp_path)
+    drive = tmp_path / "drive1"
+    if fault == "another store's":
+        (tmp_path / "other").mkdir()
+        make_long(tmp_path / "other")
+        shutil.copy(tmp_path / "other" / "drive1", drive)
+    elif fault == "zeros":
+        drive.write_bytes(bytes(4 * MIB))
+    else:
+        os.truncate(drive, 2 * MIB if fault == "cut" else 100)
+    lines = kvtier("verify", path, code=1).stdout.splitlines()
+    assert lines[-1].startswith(f"attach the right drive in place of {drive}, or restore it")
+    assert not any("scrub" in each or "rm --damaged" in each for each in lines)
+    assert str(drive) in refused("scrub", path)
+
+
+def test_verify_of_a_store_with_one_copy_of_a_superblock_damaged(tmp_path: Path) -> None:
+    path = make_long(tmp_path)
+    with open(tmp_path / "drive1", "r+b") as file:
+        file.write(bytes(4096))
+    last = kvtier("verify", path, code=1).stdout.splitlines()[-1]
+    assert "kvtier scrub" in last, "it opens the store, which repairs the copy"
+
+
+def test_doctor_without_any_drive(tmp_path: Path) -> None:
+    path = make_store(tmp_path, (4 * MIB, 4 * MIB))
+    for number in (0, 1):
+        take_away(tmp_path, number)
+    found = as_json("doctor", path)
+    (choice,) = (each for each in found["choices"] if each["purpose"] == "page cache")
+    assert choice["used"] == "no drive"
+    assert f"({tmp_path / 'drive0'}, missing)" in kvtier("doctor", path).stdout
+    assert as_json("ls", path)["free_bytes"] == 0
 
 
 @pytest.mark.parametrize("named", [False, True])

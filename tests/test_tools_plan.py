@@ -128,6 +128,10 @@ def test_a_config_says_its_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"text_config": 1}, "text_config must be a JSON object, found 1"),
+        ({"text_config": []}, "text_config must be a JSON object"),
+        ({"hidden_size": 10**400}, r"hidden_size must be at most \d+, found 10{59}\.\.\.$"),
+        ({"sliding_window": 10**400}, "sliding_window must be at most"),
         ({"num_hidden_layers": None}, "num_hidden_layers must be a positive number, found None"),
         ({"hidden_size": "many"}, "hidden_size must be a positive number, found 'many'"),
         ({"torch_dtype": "int3"}, "dtype 'int3' is not one of float32"),
@@ -140,7 +144,9 @@ def test_a_config_that_says_too_little_is_refused(
         model_shapes.find(str(config(tmp_path / "mine", **changes)))
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", "\x00"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{", "\x00", "[" * 100_000, '{"text_config":' * 50_000]
+)
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(content)
@@ -153,19 +159,46 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str) -> No
     [
         (["--model", "GPT-9"], "Known by name: Qwen2.5-0.5B"),
         (["--model", LLAMA, "--tokens", "1"], "--tokens must be 2 to"),
-        (["--model", LLAMA, "--device-GBps", "0"], "--device-GBps must be more than 0: got 0.0"),
-        (["--model", LLAMA, "--tflops", "-1"], "--tflops must be more than 0"),
-        (["--model", LLAMA, "--tflops", "nan"], "--tflops must be more than 0"),
-        (["--model", LLAMA, "--efficiency", "2"], "--efficiency must be more than 0 and at most 1"),
+        (["--model", LLAMA, "--device-GBps", "0"], "--device-GBps must be 1e-06 to 1e+06: got 0"),
+        (["--model", LLAMA, "--tflops", "-1"], "--tflops must be 1e-06 to 1e+09: got -1"),
+        (["--model", LLAMA, "--tflops", "nan"], "--tflops must be 1e-06 to 1e+09: got nan"),
+        (["--model", LLAMA, "--efficiency", "2"], "--efficiency must be 1e-06 to 1: got 2"),
         (["--model", LLAMA, "--link", "fast"], "--link takes GB/s and latency, such as 25,2us"),
         (["--model", LLAMA, "--link", "5,soon"], "--link takes GB/s and latency"),
-        (["--model", LLAMA, "--link", "5,-1"], "latency must be 0 or more"),
-        (["--model", LLAMA, "--reuses", "0"], "--reuses and --write-GBps must be more than 0"),
+        (["--model", LLAMA, "--link", "5,-1s"], "latency must be 0 to 1000: got -1"),
+        (["--model", LLAMA, "--link", "25,2"], "--link takes GB/s and latency, such as 25,2us"),
+        (["--model", LLAMA, "--reuses", "0"], "--reuses must be 1e-06 to 1e+09: got 0"),
+        (["--model", LLAMA, "--reuses", "inf"], "--reuses must be 1e-06 to 1e+09: got inf"),
+        (["--model", LLAMA, "--write-GBps", "1e400"], "--write-GBps must be 1e-06 to 1e+06"),
+        (["--model", LLAMA, "--device-GBps", "5e-324"], "--device-GBps must be 1e-06 to 1e+06"),
+        (["--model", LLAMA, "--efficiency", "1e-308"], "--efficiency must be 1e-06 to 1"),
+        (["--model", LLAMA, "--link", "5e-324"], "--link must be 1e-06 to 1e+06"),
+        (["--model", LLAMA, "--link", "5,1e300s"], "latency must be 0 to 1000: got 1e+300"),
+        (["--model", "~nouser-of-this-name/x"], "names no home directory"),
+        (["--model", "a" * 5000], "File name too long"),
         (["--model", LLAMA, "--plot", "/nowhere/x.png"], "cannot draw /nowhere/x.png"),
     ],
 )
 def test_bad_input_says_what_to_do(arguments: list[str], message: str) -> None:
     assert message in kvtier("plan", *arguments, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        Hardware(1e-6, 1e-6, 1e-6, 1e-6, 1000.0, 1.0),
+        Hardware(1e6, 1e9, 1.0, 1e6, 0.0, 1e-6),
+        Hardware(1e-6, 1e9),
+        Hardware(1e6, 1e-6, 1e-6),
+    ],
+)
+def test_every_number_that_is_taken_ends_in_json(tmp_path: Path, ends: Hardware) -> None:
+    counts = (key for key, value in CONFIG.items() if isinstance(value, int))
+    largest = config(tmp_path / "large", **dict.fromkeys(counts, model_shapes.COUNT_MAX))
+    for model, rate, reuses in ((LLAMA, 1e-6, 1e9), (str(largest), 1e6, 1e-6)):
+        said = forecast(model, 1 << 27, ends, write_gbps=rate, reuses=reuses)
+        json.dumps(said.to_dict(), allow_nan=False)
+        forecast_text(said)
 
 
 def test_the_command_prints_and_draws(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,17 @@ def test_who_waits_for_bytes_does_not_wait_for_the_file(tmp_path: Path) -> None:
         assert path.exists()
 
 
+def test_who_only_reads_is_seen_to_have_it_open(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as store:
+        put(store, KV(PLAIN), "a", A)
+    with open_store(tmp_path / "s") as store:
+        assert as_json("stat", tmp_path / "s")["process"]["state"] == "open"
+        sequence = store.resume(A)
+        store.read(sequence, 0)
+        assert as_json("stat", tmp_path / "s")["process"]["state"] == "open"
+        store.release(sequence)
+
+
 def test_a_process_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; import os, sys\n"
@@ -129,6 +141,47 @@ def test_numbers_that_cannot_be_read_are_no_error(
     assert (found["live"], found["process"]) == (None, None)
     assert words in found["why_not"]
     assert words in kvtier("stat", tmp_path / "s").stdout
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"written": 10**400},
+        {"written": float("nan")},
+        {"written": float("-inf")},
+        {"stats": {"q_bytes": 10**400}},
+        {"stats": {"q_bytes": 10**30}},
+        {"stats": {"ratio": float("inf")}},
+        {"stats": {"text": "\ud800"}},
+        {"stats": {"a\x1b[31m": 1}},
+        {"stats": {"list": [{"text": "\x9b2J"}]}},
+        {"host": "\ud800"},
+        {"host": "\x1b[2J"},
+        {"pid": 10**400},
+        {"process_started": "1"},
+        {"version": ["\x1b[2J"]},
+        {"store_uuid": ["\x1b[2J"]},
+        {"open": "\x1b[2J"},
+    ],
+    ids=repr,
+)
+def test_contents_that_cannot_be_shown_are_damage(tmp_path: Path, damage: dict[str, Any]) -> None:
+    with open_store(tmp_path / "s"):
+        pass
+    path = tmp_path / "s" / STATS
+    path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
+    assert "damaged" in as_json("stat", tmp_path / "s")["why_not"]
+    text = kvtier("stat", tmp_path / "s").stdout
+    assert "damaged" in text
+    assert text.replace("\n", "").isprintable()
+
+
+def test_a_pipe_in_place_of_the_numbers_is_damage(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s"):
+        pass
+    (tmp_path / "s" / STATS).unlink()
+    os.mkfifo(tmp_path / "s" / STATS)
+    assert "damaged (it is not a regular file)" in kvtier("stat", tmp_path / "s").stdout
 
 
 def test_numbers_of_a_copied_store_are_not_taken_for_its_own(tmp_path: Path) -> None:

@@ -122,7 +122,8 @@ class BackLoader:
                 left = None if until is None else until - time.monotonic()
                 if left is not None and left <= 0:
                     break
-                self._changed.wait(left)
+                # Longer than that the system cannot wait at once.
+                self._changed.wait(None if left is None else min(left, threading.TIMEOUT_MAX))
             return self._states[position]
 
     def skip(self, position: int) -> None:

@@ -11,12 +11,14 @@ import os
 import platform
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvtier.io.calibration_file import Calibration
+from kvtier.io.small_file import read_small, replace_file
 from kvtier.tiering.planner import Costs, LoadCost, PrefillCost
 
 _log = logging.getLogger("kvtier")
@@ -37,6 +39,15 @@ EXPLANATIONS = ((1,), (1, 2), (0, 1), (0, 1, 2), (2,), (0, 2))
 """Which of fixed_s, token_s and pair_s may be more than zero; a later choice must explain more.
 Passes of one size at one position say no more than what a token takes."""
 FILE_VERSION = 1
+FILE_BYTES_MAX = 16 << 20
+"""Some hundred models, each with all classes of passes full."""
+TOKENS_RANGE = (1, 1 << 40)
+PAIRS_RANGE = (0.0, 2.0**81)
+SECONDS_RANGE = (1e-9, 1e6)
+LATENCY_S_RANGE = (0.0, 1e4)
+RATE_RANGE = (1.0, 1e15)
+"""What measurements give, bytes per second at last. Other numbers in the file are damage, which the
+fit could not even compute with."""
 
 
 class DriveFlow:
@@ -84,10 +95,12 @@ class CostMeter:
         """Before anything is measured."""
         return cls(LoadCost(LATENCY_S_START, BYTES_PER_S_START))
 
-    def calibrated(self, latency_s: float, bytes_per_s: float) -> None:
-        """What a calibration of the drives found counts until a load is measured."""
-        if self._loaded_at is None:
-            self._load = LoadCost(latency_s, bytes_per_s)
+    def calibrated(self, drives: Collection[Calibration]) -> None:
+        """What was measured of a store's drives counts until a load is; they are read side by
+        side."""
+        if drives and self._loaded_at is None:
+            rate = sum(each.read_bytes_per_s for each in drives)
+            self._load = LoadCost(max(each.latency_s for each in drives), rate)
 
     def costs(self) -> Costs:
         if self._prefill is None and self._passes:
@@ -106,13 +119,14 @@ class CostMeter:
         share = 1.0 if self._loaded_at is None else NEWEST_SHARE
         # Seconds per byte are what adds up, so they are what is averaged.
         mixed = share / rate + (1 - share) / self._load.bytes_per_s
-        self._load = LoadCost(self._load.latency_s, 1 / mixed)
+        rate = min(max(1 / mixed, RATE_RANGE[0]), RATE_RANGE[1])
+        self._load = LoadCost(self._load.latency_s, rate)
         self._loaded_at = self._clock()
         self._changed = True
 
     def note_pass(self, tokens: int, position: int, seconds: float) -> None:
         """A forward pass of so many tokens, the first one at this position, took so long."""
-        if tokens < PASS_TOKENS_MIN or seconds <= 0:
+        if tokens < PASS_TOKENS_MIN or not SECONDS_RANGE[0] <= seconds <= SECONDS_RANGE[1]:
             return
         self._add_pass(tokens, tokens * (position + tokens / 2), seconds)
         self._changed = True
@@ -131,14 +145,12 @@ class CostMeter:
         try:
             if entry is None or entry["machine"] != _machine():
                 return
-            load = LoadCost(float(entry["latency_s"]), float(entry["bytes_per_s"]))
+            load = LoadCost(
+                _within(float(entry["latency_s"]), LATENCY_S_RANGE),
+                _within(float(entry["bytes_per_s"]), RATE_RANGE),
+            )
             loaded = None if entry["loaded"] is None else time.time() - float(entry["loaded"])
-            passes = [(int(t), float(p), float(s)) for t, p, s in entry["passes"]]
-            if not (0 <= load.latency_s < math.inf and 0 < load.bytes_per_s < math.inf) or any(
-                tokens < 1 or not (0 <= pairs < math.inf and 0 < seconds < math.inf)
-                for tokens, pairs, seconds in passes
-            ):
-                raise ValueError("numbers that no measurement gives")
+            passes = [_pass(*each) for each in entry["passes"]]
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             _log.warning("%s is not used: %r", path, error)
             return
@@ -161,11 +173,10 @@ class CostMeter:
             "loaded": None if self._loaded_at is None else time.time() - self._age_s(),
             "passes": [list(each) for kept in self._passes.values() for each in kept],
         }
-        new = path.with_name(f"{path.name}.new")
         try:
-            new.write_text(json.dumps({"version": FILE_VERSION, "models": entries}), "utf-8")
-            os.replace(new, path)
-        except OSError as error:
+            replace_file(path, json.dumps({"version": FILE_VERSION, "models": entries}))
+        except (OSError, RecursionError) as error:
+            # What stands there of other models was read, and may still be nested too deep to write.
             _log.warning("%s is not written: %s", path, error)
         self._changed = False
 
@@ -173,7 +184,7 @@ class CostMeter:
 def _read(path: Path) -> dict[str, Any]:
     """Entries by fingerprint; none where there is no file, or none that can be used."""
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(read_small(path, FILE_BYTES_MAX))
         if content["version"] != FILE_VERSION:
             return {}
         return dict(content["models"])
@@ -182,6 +193,23 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         _log.warning("%s is not used: %r", path, error)
         return {}
+
+
+def _pass(tokens: Any, pairs: Any, seconds: Any) -> tuple[int, float, float]:
+    """One that was kept. Raises TypeError, ValueError or OverflowError for what is none."""
+    _within(tokens, TOKENS_RANGE)
+    return (
+        int(tokens),
+        _within(float(pairs), PAIRS_RANGE),
+        _within(float(seconds), SECONDS_RANGE),
+    )
+
+
+def _within(value: float, bounds: tuple[float, float]) -> float:
+    """Raises ValueError, also for what is no number of its kind."""
+    if not bounds[0] <= value <= bounds[1]:
+        raise ValueError("a number that no measurement gives")
+    return value
 
 
 def _machine() -> str:

@@ -10,7 +10,6 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -20,6 +19,7 @@ import torch
 from kvtier.errors import ChecksumMismatch, DeviceError, FormatError
 from kvtier.io.buffers import BufferPool
 from kvtier.io.device import Buffers, ByteArray, Device, Int64Array
+from kvtier.io.extent import Extent
 from kvtier.tiering import extent_format
 from kvtier.tiering.costs import DriveFlow
 from kvtier.tiering.drive_space import DriveSpace
@@ -118,7 +118,7 @@ def _nothing_on_its_way(units: Sequence[Unit]) -> None:
 
 def starts_of(lengths: Int64Array) -> Int64Array:
     """Where pieces of these lengths begin that lie one behind the other."""
-    starts: Int64Array = np.cumsum(lengths) - lengths
+    starts: Int64Array = lengths.cumsum() - lengths
     return starts
 
 
@@ -157,11 +157,15 @@ class ExtentIO:
     def layout(self, unit: Unit) -> PageLayout:
         return self.shape(unit).layout
 
+    def extent(self, unit: Unit) -> Extent:
+        """Where a unit lies that is on the device (`require_written`)."""
+        extent = unit.segment.extents[unit.layer]
+        assert extent is not None
+        return extent
+
     def identity(self, unit: Unit) -> ExtentIdentity:
         """What the header of this unit's Extent says."""
-        segment = unit.segment
-        extent = segment.extents[unit.layer]
-        assert extent is not None
+        segment, extent = unit.segment, self.extent(unit)
         return ExtentIdentity(
             store_uuid=self.owner.store_uuid,
             fingerprint=self.owner.fingerprint,
@@ -243,16 +247,11 @@ class ExtentIO:
         segment.orders[layer] = order
         segment.payload_checksums[layer] = checksum
 
-    @contextmanager
-    def blaming(self, unit: Unit) -> Iterator[None]:
-        """Counts and marks a unit whose bytes are not what they should be."""
-        try:
-            yield
-        except FormatError as error:
-            self.counters.damaged_extents += 1
-            unit.segment.quarantined = unit.segment.damaged = True
-            _log.error("quarantined: %s", error)
-            raise
+    def blame_damaged(self, unit: Unit, error: FormatError) -> None:
+        """Count and mark a unit whose bytes are not what they should be."""
+        self.counters.damaged_extents += 1
+        unit.segment.quarantined = unit.segment.damaged = True
+        _log.error("quarantined: %s", error)
 
     def blame_unread(self, failures: Sequence[tuple[Unit, int]]) -> DeviceError:
         """Mark units that cannot be read, with the errno of each; the error to raise for them."""
@@ -271,9 +270,7 @@ class ExtentIO:
 
     def where(self, unit: Unit) -> str:
         """A unit's place in words, for messages."""
-        extent = unit.segment.extents[unit.layer]
-        assert extent is not None
-        return f"layer {unit.layer} at {place(self.device, extent.offset)}"
+        return f"layer {unit.layer} at {place(self.device, self.extent(unit).offset)}"
 
     def checking_headers(self, units: Sequence[Unit], reading: Reading) -> Steps[None]:
         """Read the headers of committed units and require that each is what it should be.
@@ -290,7 +287,7 @@ class ExtentIO:
             part = units[chosen]
             lengths = np.array(sizes[chosen], np.int64)
             starts = starts_of(lengths)
-            offsets = np.array([self.identity(each).device_offset for each in part], np.int64)
+            offsets = np.array([self.extent(each).offset for each in part], np.int64)
             piece = yield from reading.piece(int(lengths.sum()))
             try:
                 read = Read(offsets, Buffers(piece.memory, starts, lengths), piece.used_by)
@@ -303,7 +300,10 @@ class ExtentIO:
                 for index, unit in enumerate(part):
                     yield Pause.SHORT
                     start = int(starts[index])
-                    with self.blaming(unit):
+                    try:
                         self._learn(unit, piece.memory[start : start + sizes[chosen][index]])
+                    except FormatError as error:
+                        self.blame_damaged(unit, error)
+                        raise
             finally:
                 piece.give_back()

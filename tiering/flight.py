@@ -20,8 +20,9 @@ import torch
 from kvtier.errors import DeviceError
 from kvtier.io.buffers import BufferPiece
 from kvtier.io.device import Buffers, ByteArray, Int64Array, PendingBatch, Priority
+from kvtier.io.extent import Extent
 from kvtier.io.ranges import merge_ranges
-from kvtier.tiering.extent_io import ExtentIO, Unit, UnitShape
+from kvtier.tiering.extent_io import ExtentIO, Unit, UnitShape, starts_of
 from kvtier.tiering.frame_runs import FrameArray
 from kvtier.tiering.frames import FramePool
 from kvtier.tiering.packing import scatter
@@ -41,15 +42,16 @@ class Flying:
 
     unit: Unit
     shape: UnitShape
+    extent: Extent
     frames: FrameArray
+    bounced: bool
+    """The payload is not in the Frames yet."""
     header: ByteArray | None = None
     """What will be its header; None: what it says is known."""
     header_at: int | None = None
     """The header's room in the pool of its Frames."""
     payload: list[ByteArray] = field(default_factory=list)
     """What will be its payload, in this order."""
-    bounced: bool = False
-    """The payload is not in the Frames yet."""
 
 
 class _Requests:
@@ -65,6 +67,7 @@ class _Requests:
         self._rows: list[Int64Array] = []
         """Each [4, requests]: offset on the device, start in memory, length, whose."""
         self.nbytes = 0
+        """Bytes that they read, once they began."""
         self.batch: PendingBatch | None = None
         self._parts: Read | None = None
         self._read_of: Int64Array = np.zeros(0, np.int64)
@@ -73,9 +76,7 @@ class _Requests:
 
     def add(self, *rows: Int64Array | Sequence[int]) -> None:
         """rows: offsets on the device, starts in memory, lengths, and whose they are."""
-        table: Int64Array = np.array(rows, np.int64)
-        self._rows.append(table)
-        self.nbytes += int(table[2].sum())
+        self._rows.append(np.array(rows, np.int64))
 
     def _used_by(self, batch: PendingBatch) -> None:
         self._batches.append(batch)
@@ -85,7 +86,8 @@ class _Requests:
     def starting(self, priority: Priority) -> Steps[None]:
         """Let them begin, in the order in which they lie on the device."""
         table = np.concatenate(self._rows, axis=1)
-        offsets, starts, lengths, self._whose = table[:, np.argsort(table[0])]
+        offsets, starts, lengths, self._whose = table[:, table[0].argsort()]
+        self.nbytes = int(lengths.sum())
         read = self._parts = Read(offsets, Buffers(self.memory, starts, lengths), self._used_by)
         self._read_of = np.arange(len(offsets))
         if self._piece is not None:
@@ -132,61 +134,73 @@ class Flight:
         """Whether the device may still write into its memory."""
         return not all(batch.done for batch in self.batches)
 
-    def add(self, units: Sequence[Unit], frames: FrameArray, pool: FramePool) -> None:
-        """More units. frames: taken for them from this pool, those of one behind the other's."""
-        shapes = [self.extents.shape(each) for each in units]
-        ends = np.cumsum([each.frames for each in shapes])
-        begins = ends - [each.frames for each in shapes]
+    def add(
+        self,
+        units: Sequence[Unit],
+        shapes: Sequence[UnitShape],
+        frames: FrameArray,
+        pool: FramePool,
+    ) -> None:
+        """More units, of these shapes. frames: taken for them from this pool, those of one behind
+        the other's."""
+        counts = np.array([each.frames for each in shapes], np.int64)
+        begins = starts_of(counts)
+        runs = _runs(frames, begins)
+        bounced = self._bounced(shapes, runs, pool)
         added = [
-            Flying(unit, shape, frames[begin:end].reshape(shape.heads, shape.pages))
-            for unit, shape, begin, end in zip(
-                units, shapes, begins.tolist(), ends.tolist(), strict=True
+            Flying(
+                unit,
+                shape,
+                self.extents.extent(unit),
+                frames[at : at + shape.frames].reshape(shape.heads, shape.pages),
+                by,
             )
+            for unit, shape, at, by in zip(units, shapes, begins.tolist(), bounced, strict=True)
         ]
         first = len(self._all)
         self._all += added
         self.flying += added
-        runs = _runs(frames, ends)
-        self._choose(added, np.bincount(runs.whose, minlength=len(added)), pool)
-        offsets = [self._head(each, pool, first + i) for i, each in enumerate(added)]
-        direct = np.array([not each.bounced for each in added])[runs.whose]
+        self._add_heads(added, pool, first)
+        direct = ~np.array([each.bounced for each in added])[runs.whose]
         whose = runs.whose[direct]
-        at, lengths = runs.begins[direct], runs.lengths[direct] * pool.frame_bytes
         if not len(whose):
             return
+        at, lengths = runs.begins[direct], runs.lengths[direct] * pool.frame_bytes
         starts = frames[at] * pool.frame_bytes
-        behind = (at - begins[whose]) * pool.frame_bytes
-        arena = pool.arena
-        places = np.array(offsets, np.int64)[whose] + behind
-        self._of(arena).add(places, starts, lengths, whose + first)
-        for each, start, length in zip(
-            whose.tolist(), starts.tolist(), lengths.tolist(), strict=True
-        ):
-            added[each].payload.append(arena[start : start + length])
+        payloads = [each.extent.offset + each.shape.header_bytes for each in added]
+        places = np.array(payloads, np.int64)[whose] + (at - begins[whose]) * pool.frame_bytes
+        self._of(pool.arena).add(places, starts, lengths, whose + first)
+        ends = (starts + lengths).tolist()
+        for each, start, end in zip(whose.tolist(), starts.tolist(), ends, strict=True):
+            added[each].payload.append(pool.arena[start:end])
 
-    def _choose(self, added: Sequence[Flying], runs: Int64Array, pool: FramePool) -> None:
-        """Say which of them are read straight into their Frames. runs: how many these form."""
-        unaligned = pool.frame_bytes % self.extents.device.block_bytes != 0
-        for each, count in zip(added, runs.tolist(), strict=True):
-            # The payload is the same bytes as the Frames where every Page is full.
-            cut = each.shape.payload_bytes != each.shape.frames_bytes
-            each.bounced = cut or unaligned or count > RUNS_MAX
+    def _bounced(self, shapes: Sequence[UnitShape], runs: "_Runs", pool: FramePool) -> list[bool]:
+        """Which of the units are not read straight into their Frames, which form these runs."""
+        if pool.frame_bytes % self.extents.device.block_bytes:
+            return [True] * len(shapes)
+        # The payload is the same bytes as the Frames where every Page is full.
+        return [
+            count > RUNS_MAX or shape.payload_bytes != shape.frames_bytes
+            for shape, count in zip(shapes, np.bincount(runs.whose).tolist(), strict=True)
+        ]
 
-    def _head(self, flying: Flying, pool: FramePool, whose: int) -> int:
-        """Ask for its header where that is not known; returns where on the device its payload is.
-        Where there is no room for a header, the unit goes through a bounce buffer."""
-        unit = flying.unit
-        extent = unit.segment.extents[unit.layer]
-        assert extent is not None
-        size = flying.shape.header_bytes
-        if not flying.bounced and not self.extents.knows_header(unit):
-            at = flying.header_at = pool.take_header()
+    def _add_heads(self, added: Sequence[Flying], pool: FramePool, first: int) -> None:
+        """Ask for headers that are not known, where the payload does not bring them along. Where
+        there is no room for a header, its unit goes through a bounce buffer. first: the index of
+        the first unit."""
+        rows: list[tuple[int, int, int, int]] = []
+        for whose, each in enumerate(added, first):
+            if each.bounced or self.extents.knows_header(each.unit):
+                continue
+            at = each.header_at = pool.take_header()
             if at is None:
-                flying.bounced = True
-            else:
-                flying.header = pool.arena[at : at + size]
-                self._of(pool.arena).add([extent.offset], [at], [size], [whose])
-        return extent.offset + size
+                each.bounced = True
+                continue
+            size = each.shape.header_bytes
+            each.header = pool.arena[at : at + size]
+            rows.append((each.extent.offset, at, size, whose))
+        if rows:
+            self._of(pool.arena).add(*zip(*rows, strict=True))
 
     def _of(self, arena: ByteArray) -> _Requests:
         if id(arena) not in self._requests:
@@ -196,21 +210,17 @@ class Flight:
     @property
     def bounce_bytes(self) -> int:
         """Bytes of the bounce buffer that this flight needs."""
-        return sum(
-            extent.length
-            for each in self._all
-            if each.bounced and (extent := each.unit.segment.extents[each.unit.layer])
-        )
+        return sum([each.extent.length for each in self._all if each.bounced])
 
     def bounce(self, piece: BufferPiece) -> None:
         """Give it the bounce buffer that it needs."""
         self.piece = piece
         requests = self._requests[id(piece)] = _Requests(piece.memory, self.batches, piece)
-        places = []
-        for whose, each in enumerate(self._all):
-            extent = each.unit.segment.extents[each.unit.layer]
-            if each.bounced and extent is not None:
-                places.append((extent.offset, extent.length, whose))
+        places = [
+            (each.extent.offset, each.extent.length, whose)
+            for whose, each in enumerate(self._all)
+            if each.bounced
+        ]
         start = 0
         for offset, length, whose in sorted(places):
             each = self._all[whose]
@@ -264,13 +274,14 @@ class _Runs(NamedTuple):
     whose: Int64Array
 
 
-def _runs(frames: FrameArray, ends: Int64Array) -> _Runs:
-    """ends: where in `frames` those of each unit end."""
-    parted = np.diff(frames) != 1
-    parted[ends[:-1] - 1] = True
-    begins = np.flatnonzero(np.concatenate([[True], parted]))
-    lengths = np.diff(begins, append=len(frames))
-    return _Runs(begins, lengths, np.searchsorted(ends, begins, "right"))
+def _runs(frames: FrameArray, firsts: Int64Array) -> _Runs:
+    """firsts: where in `frames` those of each unit begin."""
+    parted = np.empty(len(frames), np.bool_)
+    parted[1:] = frames[1:] != frames[:-1] + 1
+    parted[firsts] = True
+    begins = parted.nonzero()[0]
+    ends = np.concatenate((begins[1:], [len(frames)]))
+    return _Runs(begins, ends - begins, firsts.searchsorted(begins, "right") - 1)
 
 
 class Flights:
@@ -295,14 +306,13 @@ class Flights:
         """Take Frames for units, for which there is room, and let this flight bring them. They are
         on the device (`ExtentIO.require_written`)."""
         tier = self.residency.hot.tier
-        by_pool: dict[FramePool, list[Unit]] = {}
-        for unit in units:
-            by_pool.setdefault(tier.pool(unit.layer), []).append(unit)
-        for pool, some in by_pool.items():
+        pools = {layer: tier.pool(layer) for layer in {each.layer for each in units}}
+        for pool in dict.fromkeys(pools.values()):
+            some = [each for each in units if pools[each.layer] is pool]
             shapes = [self.extents.shape(each) for each in some]
             frames = tier.take_each(some[0].layer, [each.frames for each in shapes])
-            self.frames_bytes += sum(each.frames_bytes for each in shapes)
-            flight.add(some, frames, pool)
+            self.frames_bytes += len(frames) * pool.frame_bytes
+            flight.add(some, shapes, frames, pool)
 
     def check(self, flying: Flying) -> None:
         """Require that a unit that landed is what it should be, and have it in its Frames.
@@ -321,13 +331,10 @@ class Flights:
         """Units were checked: their Frames are HOT's copies from now on. Where somebody else
         brought one meanwhile they are given back."""
         hot = self.residency.hot
-        late = [each for each in checked if self.is_hot(each.unit)]
-        if late:
-            self.give(flight, late)
-            checked = [each for each in checked if not self.is_hot(each.unit)]
         self._leave(flight, checked)
         for each in checked:
-            hot.put_unit(each.unit.layer, each.unit.segment.slot, each.frames)
+            if not hot.put_unit(each.unit.layer, each.unit.segment.slot, each.frames):
+                hot.tier.give(each.unit.layer, each.frames.reshape(-1))
 
     def give(self, flight: Flight, unwanted: Sequence[Flying]) -> None:
         """Give Frames back that HOT did not get."""

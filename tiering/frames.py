@@ -72,9 +72,15 @@ class FramePool:
     def give_header(self, start: int) -> None:
         self._free_headers.append(start)
 
+    def close(self) -> None:
+        """Let the memory go. Who has Frames may still give them back."""
+        self.arena = np.empty(0, np.uint8)
+        self.memory = self.memory.new_empty(0)
+        self.bits = bits_of(self.memory)
+
     def return_memory(self, frames: FrameArray) -> None:
         """Let the system have the memory of Frames that were given back."""
-        for start, length in runs_of(frames):
+        for start, length in runs_of(frames) if self.arena.size else ():
             give_back(self.arena, start * self.frame_bytes, length * self.frame_bytes)
 
 
@@ -155,6 +161,12 @@ class MemoryTier:
         pool = self.pool(layer)
         self._use(sum(counts) * pool.frame_bytes)
         return pool.take_each(counts)
+
+    def close(self) -> None:
+        """Let the memory go: who still holds a closed store does not hold that."""
+        for pool in self._pools.values():
+            pool.close()
+        self._token_rows.clear()
 
     def _use(self, needed: int) -> None:
         if needed > self.free_bytes:

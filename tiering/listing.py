@@ -17,7 +17,7 @@ from kvtier.io.superblock import DATA_START, copy_offsets
 from kvtier.tiering import store_files
 from kvtier.tiering.catalog_rows import SECONDS_MAX, extents_of, is_well_typed, record_extents
 from kvtier.tiering.region_state import MISSING as MISSING_REGION
-from kvtier.tiering.region_state import region_state
+from kvtier.tiering.region_state import PRESENT, region_state
 from kvtier.tiering.slab_rows import slab_extent
 
 MISSING = "missing"
@@ -90,7 +90,8 @@ class BlobsEntry:
 
 @dataclass(frozen=True, slots=True)
 class StoreDescription:
-    """Sizes in bytes, times as ISO 8601 in UTC. region_bytes: of all regions."""
+    """Sizes in bytes, times as ISO 8601 in UTC. region_bytes, used_bytes: of all regions.
+    free_bytes: of those that are there."""
 
     uuid: str
     catalog_version: int
@@ -239,19 +240,24 @@ def describe(path: str | Path) -> StoreDescription:
         RegionEntry(each.path, each.nbytes, states[number], on[number])
         for number, each in enumerate(places)
     ]
-    window = sum(copy_offsets(each.nbytes)[2] - DATA_START for each in places)
+    # What is missing cannot be written to, so none of it counts as free.
+    free = sum(
+        copy_offsets(each.nbytes)[2] - DATA_START - on[number]
+        for number, each in enumerate(places)
+        if states[number] == PRESENT
+    )
     there = _whole(
         segments,
         lambda row: row.quarantined or any(each.drive in missing for each in _extents(row)),
     )
-    now, whole, used = time.time(), _whole(segments, _is_quarantined), on.total()
+    now, whole = time.time(), _whole(segments, _is_quarantined)
     return StoreDescription(
         uuid=settings.store_uuid,
         catalog_version=CATALOG_VERSION,
         regions=regions,
         region_bytes=settings.region_bytes,
-        used_bytes=used,
-        free_bytes=window - used,
+        used_bytes=on.total(),
+        free_bytes=free,
         fingerprints=[_fingerprint(row, segments) for row in fingerprints],
         names=[_name(row, hexes, whole, there, now) for row in names],
         segments=entries,

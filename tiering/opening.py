@@ -18,7 +18,7 @@ from kvtier.io.device import Device
 from kvtier.io.probe import open_device
 from kvtier.io.rawfile import create_region_file
 from kvtier.io.region_place import RegionPlace
-from kvtier.io.regions import Regions, open_places
+from kvtier.io.regions import Regions, open_places, require_different
 from kvtier.io.stable_path import stable_path
 from kvtier.tiering import store_files
 from kvtier.tiering.config import Config
@@ -120,7 +120,8 @@ def _create(
     """store_uuid: of the catalog that a cut creation left, if there is one."""
     if config.region_paths:
         named = [_named(path) for path in config.region_paths]
-        _require_different(named)
+        # By the names that were given: two of them may have become one.
+        require_different(config.region_paths)
     else:
         named = [REGION]
         size = REGION_BYTES_DEFAULT if config.region_bytes is None else config.region_bytes
@@ -150,17 +151,6 @@ def _named(path: str) -> str:
     if stable is not None:
         _log.info("%s is named as %s, which stays with the device", path, stable)
     return stable or path
-
-
-def _require_different(paths: list[str]) -> None:
-    """Raise ConfigError where two paths lead to one device or file."""
-    known: dict[tuple[int, int, int], str] = {}
-    for path in paths:
-        status = os.stat(path)
-        key = (status.st_rdev, 0, 0) if status.st_rdev else (0, status.st_dev, status.st_ino)
-        other = known.setdefault(key, path)
-        if other != path:
-            raise ConfigError(f"{other} and {path} are the same drive: name every drive once")
 
 
 def _check_region(settings: Settings, directory: Path, config: Config) -> None:

@@ -21,6 +21,10 @@ TORCH_DTYPES = {
 }
 
 
+_STRIDED = torch.strided
+"""Here, because looking it up in torch costs as much as the check that needs it."""
+
+
 class Placement(ABC):
     """Policy: in which order a Segment's tokens lie in their Pages. Pure."""
 
@@ -111,18 +115,24 @@ def gather(
 
 def as_tensor(given: object) -> torch.Tensor:
     """What a caller handed in, as a tensor in host memory. Raises ConfigError."""
-    if isinstance(given, torch.Tensor) and given.is_cpu:
-        return given.detach() if given.requires_grad else given
+    # Every layer of every step of a decode comes here: all that is usual is looked at once.
+    if isinstance(given, torch.Tensor) and given.is_cpu and given.layout is _STRIDED:
+        if given.requires_grad:
+            given = given.detach()
+        # Numbers whose sign is only noted have no memory of their own that could be copied.
+        return given.resolve_neg() if given.is_neg() else given
     if isinstance(given, np.ndarray):
         try:
             # A copy where torch could not share the memory: read-only, or strides below zero.
             return torch.from_numpy(np.require(given, requirements=("C", "W")))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"an array of {given.dtype} cannot be used: {error}") from error
-    place = f" on {given.device}" if isinstance(given, torch.Tensor) else ""
+    what = ""
+    if isinstance(given, torch.Tensor):
+        what = f" of layout {given.layout}" if given.is_cpu else f" on {given.device}"
     raise ConfigError(
-        "a torch tensor in host memory or a numpy array is needed: "
-        f"got {type(given).__name__}{place}"
+        "a dense torch tensor in host memory or a numpy array is needed: "
+        f"got {type(given).__name__}{what}"
     )
 
 

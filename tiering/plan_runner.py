@@ -6,10 +6,12 @@ for it.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 from kvtier.errors import ConfigError, DeviceError
 from kvtier.tiering import planner
@@ -45,12 +47,27 @@ class Wish:
         """Raises ConfigError for what cannot be meant."""
         if self.plan not in PLAN_NAMES:
             raise ConfigError(f"plan must be one of {', '.join(PLAN_NAMES)}: got {self.plan!r}")
-        if self.deadline_s is not None and not self.deadline_s >= 0:
-            raise ConfigError(f"deadline_s must be seconds, or None: got {self.deadline_s!r}")
+        # A caller may have given anything, whatever the annotation says.
+        given: Any = self.deadline_s
+        if given is None:
+            return
+        # A bool is a number to Python; who writes one means something else.
+        is_number = isinstance(given, Real) and not isinstance(given, bool)
+        if not is_number or not given >= 0:
+            raise ConfigError(
+                "deadline_s must be a number of seconds, 0 or more, or None for no deadline: got "
+                f"{given!r}"
+            )
 
     @property
     def way(self) -> planner.Way | None:
         return None if self.plan == "auto" else self.plan
+
+    @property
+    def limit_s(self) -> float | None:
+        """deadline_s as a float. None: it is infinite, or longer than the system can wait."""
+        given = self.deadline_s
+        return None if given is None or given > threading.TIMEOUT_MAX else float(given)
 
 
 def stored_end(store: Store, tokens: object, *, holes: bool) -> int:
@@ -94,8 +111,9 @@ class PlanRunner:
         self._tokens = tokens
         self._length = length
         self._compute = compute
-        self._wish = wish
-        self._until = None if wish.deadline_s is None else time.monotonic() + wish.deadline_s
+        limit_s = wish.limit_s
+        self._wish = replace(wish, deadline_s=limit_s)
+        self._until = None if limit_s is None else time.monotonic() + limit_s
         self._views: dict[int, SegmentView] = {}
         """What is stored, by the position where it begins."""
         self._holes: list[Range] = []

@@ -74,11 +74,13 @@ class TierMap:
         where[:] = frames
         self.pages[layer, slot] += frames.size
 
-    def put_unit(self, layer: int, slot: int, frames: FrameArray) -> None:
-        """Record Frames [heads, n] for all Pages of a unit that has none here."""
-        assert not self.pages[layer, slot]
+    def put_unit(self, layer: int, slot: int, frames: FrameArray) -> bool:
+        """Record Frames [heads, n] for all Pages of a unit. False: it has some here already."""
+        if self.pages[layer, slot]:
+            return False
         self.frames[layer][slot, :, : frames.shape[1]] = frames
         self.pages[layer, slot] = frames.size
+        return True
 
     def held(self, layer: int, slot: int) -> FrameArray:
         """Every Frame of a unit, as a vector."""

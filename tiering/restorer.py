@@ -117,18 +117,16 @@ class Restorer:
 
     def _in_memory(self, sequence: Sequence) -> tuple[int, int]:
         """Tokens of what was attached that HOT has in every layer, and that HOT or HOST has."""
-        in_hot = in_host = 0
-        end = sequence.length()
+        views, end = sequence.views, sequence.length()
         # A layer with a window needs nothing of what lies before it.
-        first = np.array([layer.first_seen(end) for layer in self.geometry.layers])
-        for view in sequence.views:
-            hot = (view.end <= first) | (self.residency.hot.pages[:, view.segment.slot] > 0)
-            host = self.residency.host.pages[:, view.segment.slot] > 0
-            if hot.all():
-                in_hot += view.limit
-            elif (hot | host).all():
-                in_host += view.limit
-        return in_hot, in_host
+        first = np.array([[layer.first_seen(end)] for layer in self.geometry.layers])
+        slots = np.array([view.segment.slot for view in views], np.int64)
+        limits = np.array([view.limit for view in views], np.int64)
+        unseen = np.array([view.end for view in views], np.int64) <= first
+        hot = unseen | (self.residency.hot.pages[:, slots] > 0)
+        host = self.residency.host.pages[:, slots] > 0
+        in_hot = int(limits @ hot.all(axis=0))
+        return in_hot, int(limits @ (hot | host).all(axis=0)) - in_hot
 
     def attach(self, sequence: Sequence, views: Listing[SegmentView]) -> None:
         """Have a Sequence go on with these; nothing is read yet."""

@@ -1,9 +1,9 @@
 """The numbers of an open store for other processes: `stats.json` beside the catalog.
 
-The process that has the store open replaces the file at most once in STATS_EVERY_S, at calls that
-nobody waits for bytes at, and when it closes the store. What the file says of the process is
-checked when it is read: numbers of one that is gone are shown as such. Nothing rests on the file:
-it is neither synced nor locked.
+The process that has the store open replaces the file when it opens it, at most once in
+STATS_EVERY_S at calls that nobody waits for bytes at, and when it closes it. What the file says of
+the process is checked when it is read: numbers of one that is gone are shown as such. Nothing rests
+on the file: it is neither synced nor locked.
 """
 
 import json
@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.io.small_file import can_be_shown, read_small, replace_file
+
 STATS = "stats.json"
 STATS_VERSION = 1
 STATS_EVERY_S = 1.0
 STATS_BYTES_MAX = 1 << 20
+NUMBER_MAX = 2**63
 
 _log = logging.getLogger("kvtier")
 
@@ -51,13 +54,9 @@ class StatsFile:
             "open": is_open,
             "stats": numbers,
         }
-        new = self.path.with_name(f"{STATS}.new")
         try:
-            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(fd, "w", encoding="utf-8") as file:
-                # As a whole: `dump` writes piece by piece, in Python, for ten times as long.
-                file.write(json.dumps(content))
-            new.rename(self.path)
+            # As a whole: `dump` writes piece by piece, in Python, for ten times as long.
+            replace_file(self.path, json.dumps(content))
         except OSError as error:
             if not self._failed:
                 _log.warning("%s is not kept up to date: %s", self.path, error)
@@ -83,20 +82,21 @@ def read_stats(directory: Path, store_uuid: str) -> LiveNumbers | str:
     """The numbers of a store in words or as such: a text says why there are none."""
     path = directory / STATS
     try:
-        with path.open("rb") as file:
-            data = file.read(STATS_BYTES_MAX)
+        content = json.loads(read_small(path, STATS_BYTES_MAX))
+        version, own = content["version"], content["store_uuid"]
+        pid, started, host = content["pid"], content["process_started"], content["host"]
+        written, is_open, stats = content["written"], content["open"], content["stats"]
+        # All of it is shown: no number that has no end, and no text that steers a terminal.
+        _require_plain([version, own, pid, started, host, written, is_open, stats])
+        if not (type(version) is type(pid) is type(started) is int and type(is_open) is bool):
+            raise TypeError("a field has another type")
+        if not (isinstance(own, str) and isinstance(host, str) and isinstance(stats, dict)):
+            raise TypeError("a field has another type")
+        age_s = max(0.0, time.time() - written)
     except FileNotFoundError:
         return "no process has had this store open since numbers are kept"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
-    try:
-        content = json.loads(data)
-        version, own = content["version"], content["store_uuid"]
-        pid, started, host = content["pid"], content["process_started"], content["host"]
-        written, is_open, stats = content["written"], content["open"], content["stats"]
-        age_s = max(0.0, time.time() - written)
-        if type(pid) is not int or not isinstance(host, str) or not isinstance(stats, dict):
-            raise TypeError("a field has another type")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         return f"{path} is damaged ({error}): the next process that opens the store writes it anew"
     if version != STATS_VERSION:
@@ -111,6 +111,23 @@ def read_stats(directory: Path, store_uuid: str) -> LiveNumbers | str:
         # A process of the same number that began later is another one.
         state = "open" if started and _process_started(pid) == started else "gone"
     return LiveNumbers(state, pid, host, age_s, stats)
+
+
+def _require_plain(value: object) -> None:
+    """Raises ValueError or TypeError for what no store writes, RecursionError."""
+    if isinstance(value, dict | list):
+        for each in value:
+            _require_plain(each)
+        if isinstance(value, dict):
+            _require_plain(list(value.values()))
+    elif isinstance(value, str):
+        if not can_be_shown(value):
+            raise ValueError("a text holds characters that cannot be shown")
+    elif isinstance(value, int | float):
+        if not -NUMBER_MAX <= value <= NUMBER_MAX:
+            raise ValueError("a number that nothing here reaches")
+    elif value is not None:
+        raise TypeError("a field has another type")
 
 
 def _process_started(pid: int) -> int:

@@ -100,27 +100,40 @@ class Store(StoreCore):
             return sequence.length()
 
     def graft(self, sequence: Sequence, other: Sequence) -> None:
-        """Have a Sequence go on upon what `other` holds instead of what lies before its own Tail:
-        the same tokens, computed or loaded anew because the old ones are lost. During a pass too.
-        `other` is released. Raises ConfigError where it holds other tokens."""
+        """Have a Sequence go on upon what `other` holds instead of its own Segments of the same
+        first tokens, computed or loaded anew because the old ones are lost. During a pass too.
+
+        Both are named so far, of one provenance, and `other` ends where a Segment of the Sequence
+        does. `other` is released. Raises ConfigError, and changes nothing, where it does not fit.
+        """
         with self._lock:
             self._require_open(sequence)
             self._require_open(other)
-            self._writer.freeze(other)
-            sealed = sequence.sealed_tokens
-            if other.length() != sealed or not np.array_equal(
-                other.tokens[:sealed], sequence.tokens[:sealed]
-            ):
+            other.require_between_passes()
+            held = other.length()
+            if sequence is other or sequence.provenance != other.provenance:
+                raise ConfigError("only another sequence of the same provenance can be grafted in")
+            named = min(len(sequence.tokens), len(other.tokens)) >= held
+            if not named or not np.array_equal(other.tokens[:held], sequence.tokens[:held]):
                 raise ConfigError(
-                    f"{other.length()} tokens cannot take the place of {sealed} sealed ones, or "
-                    "are not the same"
+                    f"the {held} tokens to be grafted in are not named in both sequences, or are "
+                    "not the same"
                 )
-            before, sequence.views, other.views = sequence.views, other.views, ()
-            if sequence.tail:
-                sequence.tail[0].parent = sequence.views[-1] if sequence.views else None
+            if held not in (0, *(view.end for view in sequence.views)):
+                raise ConfigError(
+                    f"{held} tokens cannot be grafted in: no segment of this sequence ends there"
+                )
+            self._writer.freeze(other)
+            old = [view for view in sequence.views if view.end <= held]
+            behind = sequence.views[len(old) :]
+            sequence.views, other.views = (*other.views, *behind), ()
+            following = [*(view.segment for view in behind), *sequence.tail]
+            if following and following[0].catalog_id is None:
+                grafted = len(sequence.views) - len(behind)
+                following[0].parent = sequence.views[grafted - 1] if grafted else None
             # Of what was computed, something may be written by nobody yet.
             self._writer.growing.add(sequence)
-            for view in before:
+            for view in old:
                 self._registry.release(view.segment)
             self.release(other)
 
@@ -291,7 +304,8 @@ class Store(StoreCore):
         tokens: all ids of the Sequence. One more than there is KV for is allowed, because a
         model's output ends with a token that it has not read yet. hold: keep it from eviction
         (True, or for so many seconds); None: as the name was before. Raises ConfigError (a
-        length that does not fit, a bad name), CapacityError, DeviceError.
+        length that does not fit, a bad name), CapacityError, DeviceError, and FormatError where
+        a part of it was found to be lost on the drive (`graft` mends that).
         """
         require_name(name)
         with self._lock:
@@ -309,6 +323,7 @@ class Store(StoreCore):
                 )
             sequence.declare(named[:held])
             adopted = self._adopt_stored(sequence, held)
+            self._require_nothing_lost(sequence)
             if until:
                 # Before anything is written, and room made for it.
                 segments = [view.segment for view in sequence.views]
@@ -330,6 +345,17 @@ class Store(StoreCore):
         if isinstance(hold, bool):
             return hold_end(None) if hold else 0.0
         return hold_end(hold)
+
+    def _require_nothing_lost(self, sequence: Sequence) -> None:
+        """Raise FormatError where what would be saved could not be found: it goes on behind a
+        Segment that is out of use."""
+        lost = next((view for view in sequence.views if view.segment.lost), None)
+        if lost is not None:
+            raise FormatError(
+                f"tokens {lost.segment.start} to {lost.end} of this sequence are damaged on the "
+                "drive, or it cannot read them, and nothing behind them would be found: compute "
+                "them anew in another sequence, and graft it in. Nothing is lost meanwhile"
+            )
 
     def _adopt_stored(self, sequence: Sequence, held: int) -> bool:
         """Where the store has all tokens of a Sequence already, continue it on those Segments:

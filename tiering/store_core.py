@@ -80,11 +80,10 @@ class StoreCore:
         owner = Owner(uuid.UUID(region.store_uuid).bytes, fingerprint.digest)
         hot = MemoryTier("HOT", config.hot_bytes, geometry)
         host = MemoryTier("HOST", config.host_bytes, geometry)
-        ledger, allocator = files.ledger, files.allocator
-        self._ledger = ledger
+        ledger = self._ledger = files.ledger
         self._residency = Residency(geometry, hot, host)
         self._registry = Registry(ledger, self._residency)
-        self._space = DriveSpace(allocator, ledger, self._registry)
+        self._space = DriveSpace(files.allocator, ledger, self._registry)
         self._extents = ExtentIO(geometry, owner, region.device, self._space, buffers)
         self._extent_writer = ExtentWriter(self._extents, self._residency, placement)
         self._extents.finish_writes = self._extent_writer.finish
@@ -100,13 +99,9 @@ class StoreCore:
         )
         self.costs = self._restorer.costs
         """What loading and computing take here, as measured."""
-        if files.measured:
-            # Drives are read side by side.
-            found = files.measured.values()
-            rate = sum(each.read_bytes_per_s for each in found)
-            self.costs.calibrated(max(each.latency_s for each in found), rate)
+        self.costs.calibrated(files.measured.values())
         self.costs.restore(self._costs_path, fingerprint.hex)
-        self._holds = Holds(ledger, config.hold_limit_bytes(allocator.window_bytes))
+        self._holds = Holds(ledger, config.hold_limit_bytes(files.allocator.window_bytes))
         self._fingerprint_id = add_fingerprint(files, self._space, fingerprint, geometry)
         self._committer = Committer(
             self._registry, ledger, self._space, self._extent_writer, self._fingerprint_id
@@ -118,6 +113,7 @@ class StoreCore:
         self._blobs.load()
         self._catalog_bytes_at_open = catalog_bytes(files.catalog.path)
         self._stats_file = StatsFile(Path(files.catalog.path).parent, region.store_uuid)
+        self._write_stats(is_open=True)  # So is seen who will only read.
 
     @classmethod
     def open(
@@ -331,6 +327,9 @@ class StoreCore:
                     self._seal_and_settle()
             finally:
                 self._files.close()
+                for tier in (self._residency.hot.tier, self._residency.host.tier):
+                    tier.close()
+                self._extents.buffers.close()
 
     @property
     def _costs_path(self) -> Path:
@@ -349,7 +348,10 @@ class StoreCore:
         except KvtierError as error:
             # Times of use are all that is lost.
             _log.warning("closing %s: %s", path, error)
-        self._stats_file.write(collect(self).to_dict(), is_open=False)
+        self._write_stats(is_open=False)
+
+    def _write_stats(self, *, is_open: bool) -> None:
+        self._stats_file.write(collect(self).to_dict(), is_open=is_open)
 
     def __enter__(self) -> Self:
         return self

@@ -32,6 +32,7 @@ from kvtier.io.catalog_blobs import BlobTables
 from kvtier.io.durability import sync_directory
 from kvtier.io.lock import StoreLock
 from kvtier.io.region_place import RegionPlace
+from kvtier.io.small_file import read_small, replace_file
 from kvtier.io.superblock import DATA_START, REGIONS_MAX, copy_offsets
 from kvtier.tiering.stats_file import STATS
 
@@ -100,16 +101,13 @@ def read_settings(directory: Path) -> Settings:
     """Raises ConfigError (no store here), FormatError, VersionMismatch, DeviceError."""
     path = directory / SETTINGS
     try:
-        with path.open("rb") as file:
-            data = file.read(SETTINGS_BYTES_MAX + 1)
+        data = read_small(path, SETTINGS_BYTES_MAX)
     except FileNotFoundError as error:
         raise ConfigError(f"{directory} is not a kvtier store: it has no {SETTINGS}") from error
     except OSError as error:
         raise DeviceError(f"{path}: {error.strerror}", error.errno or 0) from error
-    if len(data) > SETTINGS_BYTES_MAX:
-        raise FormatError(
-            f"{path} is damaged: it has more than {SETTINGS_BYTES_MAX} bytes, which no store's has"
-        )
+    except ValueError as error:
+        raise FormatError(f"{path} is damaged: {error}, unlike any store's") from error
     # The message says where, never what: the file may be another one than it should be.
     try:
         content = yaml.safe_load(data.decode())
@@ -188,14 +186,9 @@ def write_settings(directory: Path, settings: Settings) -> None:
         {"layout_version": LAYOUT_VERSION, "store_uuid": settings.store_uuid, **own},
         sort_keys=False,
     )
-    new = directory / f"{SETTINGS}.new"
-    with typed(new):
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        new.rename(directory / SETTINGS)
+    path = directory / SETTINGS
+    with typed(path):
+        replace_file(path, text, durable=True)
     sync_directory(os.fspath(directory))
 
 

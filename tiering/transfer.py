@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from kvtier.errors import CapacityError
+from kvtier.errors import CapacityError, FormatError
 from kvtier.tiering.ahead import ReadAhead
 from kvtier.tiering.extent_io import ExtentIO, Unit, batches
 from kvtier.tiering.extent_writer import UnitWrite
@@ -169,13 +169,10 @@ class Mover:
         """Have units in HOT, or with Frames in `flight`; returns for how many there is room."""
         residency = self.residency
         layers, slots = _places(units)
-        missing = np.flatnonzero(residency.hot.pages[layers, slots] == 0)
-        absent = [units[index] for index in missing.tolist()]
-        in_host = residency.host.pages[layers[missing], slots[missing]] > 0
-        self.extents.require_written(
-            [each for each, held in zip(absent, in_host.tolist(), strict=True) if not held]
-        )
-        total = sum(self.flights.unit_bytes(each) for each in absent)
+        there = residency.hot.pages[layers, slots].tolist()
+        absent = [unit for unit, pages in zip(units, there, strict=True) if not pages]
+        self.extents.require_written(self._not_in_host(absent))
+        total = sum([self.flights.unit_bytes(each) for each in absent])
         newcomers = (layers, slots) if idle_only else None
         count = len(units)
         with ExitStack() as kept:
@@ -212,15 +209,18 @@ class Mover:
 
     def _bring(self, units: Sequence[Unit], flight: Flight) -> None:
         """Have units in HOT, where there is room for them, or with Frames in `flight`."""
-        if self.residency.host.tier.used_bytes:
-            held, lower = self.residency.host.pages, []
+        lower = self._not_in_host(units)
+        if len(lower) < len(units):
             for unit in units:
-                if held[unit.layer, unit.segment.slot]:
+                if self.residency.host.pages[unit.layer, unit.segment.slot]:
                     move_up(unit.layer, unit.segment.slot, self.residency)
-                else:
-                    lower.append(unit)
-            units = lower
-        self.flights.add(flight, units)
+        self.flights.add(flight, lower)
+
+    def _not_in_host(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        host = self.residency.host
+        if not host.tier.used_bytes:
+            return units
+        return [each for each in units if not host.pages[each.layer, each.segment.slot]]
 
     def _has_room(self, needed_bytes: int, reading: Reading, newcomers: Newcomers | None) -> bool:
         return needed_bytes <= reading.spare_bytes() and self.make_room(needed_bytes, newcomers)
@@ -266,8 +266,11 @@ class Mover:
                 if self.flights.is_hot(each.unit):
                     # Somebody else brought it meanwhile.
                     continue
-            with self.extents.blaming(each.unit):
+            try:
                 self.flights.check(each)
+            except FormatError as error:
+                self.extents.blame_damaged(each.unit, error)
+                raise
             checked.append(each)
 
     def make_room(self, needed_bytes: int, newcomers: Newcomers | None = None) -> bool:

@@ -27,7 +27,7 @@ def device(
 ) -> None:
     """Read from a drive with each engine, and say how fast it is and how kvtier would use it.
 
-    Nothing is written. A file must hold bytes that were written: holes are read from nowhere.
+    Nothing is written. A file with holes is refused: they are read from nowhere.
     """
     from kvtier.tools import bench_device as room
     from kvtier.tools.text_table import terminal_width

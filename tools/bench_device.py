@@ -3,6 +3,7 @@
 It only reads. Figures of a busy machine are those of a busy machine.
 """
 
+import errno
 import os
 import stat
 import time
@@ -14,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
-from kvtier.io.calibration import BATCH_BYTES_MAX, WindowReader, calibrate, open_setting
+from kvtier.io.calibration import (
+    BATCH_BYTES_MAX,
+    WindowReader,
+    calibrate,
+    open_setting,
+    setting_words,
+)
 from kvtier.io.calibration_file import Calibration, Trial
 from kvtier.io.device import Device
 from kvtier.tiering import store_files
@@ -27,6 +34,8 @@ SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 CALIBRATION_S, QUICK_CALIBRATION_S = 2.0, 1.0
 ROW_S, QUICK_ROW_S = 0.3, 0.05
 BATCH_MAX = 1024
+HOLE_SHARE_MAX = 0.01
+"""Of a file that is measured as a whole: so few holes change no figure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +79,18 @@ def measure(target: str, *, quick: bool) -> Measured:
 def _windows(target: str) -> Iterator[tuple[str, int, int]]:
     """Path, and first and last byte of what may be read."""
     directory = Path(target)
-    if not directory.is_dir():
-        yield (target, 0, _size(target))
+    with typed(f"look at {target}"):
+        is_directory = directory.is_dir()
+    if not is_directory:
+        size = _size(target)
+        _refuse_holes(target, size)
+        yield (target, 0, size)
         return
+    if not store_files.is_store(directory):
+        raise ConfigError(
+            f"{target} is not a kvtier store, it has no {store_files.SETTINGS}: name a store's "
+            "directory, or a device or file to read from"
+        )
     settings = store_files.read_settings(directory)
     stored = stored_extents(directory, settings)
     too_small = []
@@ -99,6 +117,42 @@ def _size(path: str) -> int:
             return os.lseek(fd, 0, os.SEEK_END)
         finally:
             os.close(fd)
+
+
+def _refuse_holes(path: str, size: int) -> None:
+    """Raises ConfigError where a good part of a file was never written."""
+    with typed(f"look at {path}"):
+        holes = _hole_bytes(path, size)
+    if holes > HOLE_SHARE_MAX * size:
+        raise ConfigError(
+            f"{path} has holes: {human_bytes(holes)} of its {human_bytes(size)} were never "
+            "written, and holes are read from nowhere: name a store, or a device or file that is "
+            "full"
+        )
+
+
+def _hole_bytes(path: str, size: int) -> int:
+    """How much of a file is holes, space that was reserved and not written among them. 0 for a
+    device, and where the file system cannot tell."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        return 0
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        at = holes = 0
+        while at < size:
+            try:
+                data = os.lseek(fd, at, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # From here to the end there is no data.
+                    return holes + size - at
+                if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                    return 0
+                raise
+            holes += data - at
+            at = os.lseek(fd, data, os.SEEK_HOLE)
+        return holes
+    finally:
+        os.close(fd)
 
 
 def _drive(path: str, start: int, end: int, *, quick: bool) -> Drive:
@@ -136,11 +190,16 @@ def _best_of_each_engine(found: Calibration) -> list[Trial]:
     best: dict[str, Trial] = {}
     for trial in found.trials:
         known = best.setdefault(trial.engine, trial)
-        if trial.large_bytes_per_s > known.large_bytes_per_s:
+        # As the calibration weighs them, so that its words and the columns name the same setting.
+        if _worth(trial) > _worth(known):
             best[trial.engine] = trial
     setting = found.depth if found.engine == "io_uring" else found.workers
     best[found.engine] = Trial(found.engine, setting, 0.0, found.read_bytes_per_s)
     return list(best.values())
+
+
+def _worth(trial: Trial) -> float:
+    return trial.small_bytes_per_s * trial.large_bytes_per_s
 
 
 def measured_text(found: Measured, line_width: int | None = None) -> str:
@@ -150,10 +209,10 @@ def measured_text(found: Measured, line_width: int | None = None) -> str:
 
 def _drive_text(drive: Drive, line_width: int | None) -> str:
     found = drive.calibration
-    setting = f"depth {found.depth}" if found.engine == "io_uring" else f"{found.workers} workers"
+    used = found.depth if found.engine == "io_uring" else found.workers
     lines = [
         f"{drive.path}, {human_bytes(drive.end - drive.start)} from byte {drive.start} on",
-        f"a store here uses {found.engine}, {setting}; {found.why}",
+        f"a store here uses {setting_words(found.engine, used)}; {found.why}",
         f"one read of 4 KiB alone takes {1e6 * found.latency_s:.0f} us; a gap of up to "
         f"{human_bytes(found.merge_gap_bytes)} is read along",
         "",
@@ -170,5 +229,5 @@ def _drive_text(drive: Drive, line_width: int | None) -> str:
         ]
         if cells:
             rows.append((order, human_bytes(nbytes), *cells))
-    heads = ("reads", "of", *(f"{engine} {setting}" for engine, setting in engines))
+    heads = ("reads", "of", *(setting_words(*each) for each in engines))
     return "\n".join([*lines, table(heads, rows, line_width)])

@@ -1,5 +1,6 @@
 """The kvtier command. Each command imports what it needs inside, so that ls answers at once."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -16,9 +17,12 @@ from kvtier.tools.command_parts import (
     JsonOption,
     StoreArgument,
     print_json,
+    say,
     show,
     stoppable,
 )
+
+STDERR = 2
 
 app = typer.Typer(
     help="Keep the KV cache of language models in memory and on raw NVMe.",
@@ -64,6 +68,11 @@ OptionalStore = Annotated[
 
 def main() -> None:
     """Run the command line; errors of kvtier become one message and exit code 2."""
+    # Where stdout or stderr is closed, a region would be opened under its number, and get what a
+    # library prints there.
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        pass
+    os.close(fd)
     try:
         app()
     except KvtierError as error:
@@ -73,7 +82,7 @@ def main() -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"kvtier {__version__}")
+        say(f"kvtier {__version__}")
         raise typer.Exit
 
 

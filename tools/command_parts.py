@@ -1,13 +1,17 @@
 """What every file of commands needs: exit codes, options, a way to stop, JSON."""
 
+import errno
 import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated, Any
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any, TextIO
 
 import typer
+
+from kvtier.errors import DeviceError
+from kvtier.tools.system_errors import typed
 
 EXIT_FOUND = 1
 EXIT_REFUSED = 2
@@ -37,7 +41,8 @@ def stoppable() -> Iterator[None]:
 
 def print_json(content: dict[str, Any]) -> None:
     """One JSON object on stdout; paths as text."""
-    print(json.dumps(content, indent=2, default=os.fspath))
+    # JSON has no infinity: whoever parses the output would stop at it.
+    say(json.dumps(content, indent=2, default=os.fspath, allow_nan=False))
 
 
 def show(content: dict[str, Any], text: str, *, as_json: bool) -> None:
@@ -45,4 +50,23 @@ def show(content: dict[str, Any], text: str, *, as_json: bool) -> None:
     if as_json:
         print_json(content)
     else:
-        print(text)
+        say(text)
+
+
+def say(text: str) -> None:
+    """Print on stdout now. Raises DeviceError where that fails, as on a full disk; where there is
+    no stdout nobody wants to know."""
+    out: TextIO | None = sys.stdout
+    if out is None:
+        return
+    try:
+        with typed("write to stdout"):
+            print(text, file=out, flush=True)
+    except DeviceError as error:
+        # The interpreter flushes once more when it ends, and would complain in its own words.
+        with suppress(OSError), open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), out.fileno())
+        if error.errno == errno.EPIPE:
+            # Who reads has enough, as `head` does.
+            raise typer.Exit(EXIT_FOUND) from None
+        raise

@@ -10,9 +10,11 @@ from kvtier.errors import ConfigError, LockedError
 from kvtier.io.lock import StoreLock
 from kvtier.tiering import store_files
 from kvtier.tiering.config import Config
+from kvtier.tiering.listing import describe
 from kvtier.tools import document
 from kvtier.tools.installing import install_extra
 from kvtier.tools.system_errors import typed
+from kvtier.tools.text_table import counted
 
 DEFAULT_FOLDER = Path("demo-out")
 DEFAULT_REGION = "1GiB"
@@ -143,10 +145,24 @@ def _check_store(options: DemoOptions) -> None:
     if store_files.is_store(folder):
         # Locked and released: the worker that needs it starts after the model is loaded.
         store_files.lock(folder).close()
+        _require_empty(folder)
     elif foreign := _foreign(folder):
         raise ConfigError(
             f"--store {folder} is not a kvtier store and not empty (found {foreign[0]!r} in it): "
             "name an empty or new directory"
+        )
+
+
+def _require_empty(folder: Path) -> None:
+    """A store somebody uses is left alone. So is one of an earlier demo: the first question would
+    not start from nothing, and the figures would count what was there before."""
+    held = describe(folder)
+    if held.segments or held.names or held.blobs.slabs:
+        raise ConfigError(
+            f"--store {folder} is a store that holds something already "
+            f"({counted(len(held.names), 'name')}, {counted(len(held.segments), 'segment')}, "
+            f"{counted(held.blobs.count, 'blob')}), and the demo would write into it: name an "
+            "empty or new directory"
         )
 
 

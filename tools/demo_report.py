@@ -38,10 +38,15 @@ def _rows(result: DemoResult) -> list[tuple[str, str]]:
         ("identical to DynamicCache", "yes" if result.identical else "NO"),
         ("bytes on the device", _both(result.device_bytes)),
         ("of which KV of the prompt", _both(result.kv_bytes)),
-        ("bytes in the page cache", _both(result.page_cache_bytes)),
+        ("bytes in the page cache", _page_cache(result)),
         ("hot memory, maximum", f"{human_bytes(result.hot_bytes_max)} of {limit}"),
         ("engine", f"{result.engine}, {direct}"),
     ]
+
+
+def _page_cache(result: DemoResult) -> str:
+    held = _both(result.page_cache_bytes)
+    return f"NOT 0: {held}" if result.page_cache_used else held
 
 
 def _both(nbytes: int) -> str:

@@ -24,7 +24,8 @@ IN_MEMORY = ("tmpfs", "ramfs")
 class DirectReport:
     """usable: proven by a transfer. block_bytes: what transfers must be multiples of, if known.
 
-    file_system: its type, such as ext4; None where unknown, and for a block device.
+    file_system: its type, such as ext4; None where unknown, and for a block device. missing: there
+    was nothing to try.
     """
 
     path: str
@@ -32,6 +33,7 @@ class DirectReport:
     reason: str
     block_bytes: int | None
     file_system: str | None = None
+    missing: bool = False
 
     @property
     def in_memory(self) -> bool:
@@ -146,4 +148,12 @@ def _refusal(error: OSError) -> str:
     if error.errno == errno.EINVAL:
         return "the file system refuses direct I/O (EINVAL); transfers go through the page cache"
     name = errno.errorcode.get(error.errno or 0, "no errno")
-    return f"refused: {error.strerror} ({name}); run as a user who may read and write it"
+    words = f"refused: {error.strerror} ({name})"
+    if error.errno not in (errno.EACCES, errno.EPERM):
+        return words
+    if os.geteuid() == 0:
+        # Imported here: with it comes numpy, and who is not refused does not wait for that.
+        from kvtier.io.rawfile import REFUSED_TO_ROOT
+
+        return f"{words}; {REFUSED_TO_ROOT}"
+    return f"{words}; run as a user who may read and write it"

@@ -98,8 +98,9 @@ def diagnose(store: Path | None, device: str | None) -> Diagnosis:
         ]
     if not drives:
         drives = [try_device(region) if region is not None else try_folder(_here())]
-    # Several drives are as good as the worst of them.
-    direct = next((each for each in drives if not each.usable), drives[0])
+    # Several drives are as good as the worst of those that are there.
+    there = [each for each in drives if not each.missing] or drives
+    direct = next((each for each in there if not each.usable), there[0])
     machine = [probe.gpu_report(), probe.memlock_report(), probe.huge_pages_report()]
     reports = [*probe.engine_reports(), *machine]
     names = {"gds": "GPUDirect Storage", "gpu": "NVIDIA GPU", "memlock": "pinned memory"}
@@ -126,7 +127,8 @@ def render(found: Diagnosis, line_width: int | None = None) -> str:
     installed = [f"{name} {number}" for name, number in found.packages.items() if number]
     absent = [name for name, number in found.packages.items() if not number]
     block = found.direct_io.block_bytes
-    place = ", ".join(filter(None, (found.direct_io.path, found.direct_io.file_system)))
+    kind = "missing" if found.direct_io.missing else found.direct_io.file_system
+    place = ", ".join(filter(None, (found.direct_io.path, kind)))
     lines = [
         f"machine     {found.kernel}, Python {found.python}",
         f"installed   {', '.join(installed)}",
@@ -160,7 +162,7 @@ def _tried(region: "RegionEntry", regions: int) -> DirectReport:
 
     if region.state == MISSING:
         advice = region_advice(MISSING, region.bytes, regions)
-        return DirectReport(region.path, False, advice, None)
+        return DirectReport(region.path, False, advice, None, missing=True)
     return try_device(region.path)
 
 
@@ -231,8 +233,9 @@ def _choices(reports: list[probe.EngineReport], direct: DirectReport) -> list[Ch
     gpu = next(r for r in reports if r.engine == "gpu")
     cpu = "this release computes on the CPU"
     page_cache = "bypassed" if direct.usable else "in the way"
+    no_drive = direct.in_memory or direct.missing
     return [
-        Choice("page cache", "no drive" if direct.in_memory else page_cache, direct.reason),
+        Choice("page cache", "no drive" if no_drive else page_cache, direct.reason),
         Choice("hot tier", "host memory", f"{cpu}; {'a GPU is there' if gpu.usable else 'no GPU'}"),
         Choice("attention", "torch on the CPU", cpu),
     ]

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
+from kvtier.io.small_file import read_small
+from kvtier.tools.system_errors import typed
 
+CONFIG_BYTES_MAX = 16 << 20
+COUNT_MAX = 1 << 32
+"""Of anything that a config counts: far more than any model has."""
+FOUND_LENGTH_MAX = 60
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
 
@@ -82,10 +88,15 @@ def find(name: str) -> ModelShape:
     known = PUBLISHED.get(name.lower())
     if known is not None:
         return known
-    path = Path(name).expanduser()
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{name!r} names no home directory that is known here") from error
+    with typed(f"look at {name}"):
+        if path.is_dir():
+            path = path / "config.json"
+        is_file = path.is_file()
+    if not is_file:
         names = ", ".join(shape.name for shape in PUBLISHED.values())
         raise ConfigError(
             f"there is no model, store or config.json {name!r}. Known by name: {names}"
@@ -96,24 +107,27 @@ def find(name: str) -> ModelShape:
 def from_config(path: Path) -> ModelShape:
     """The shape that a Hugging Face config.json describes. Raises ConfigError."""
     try:
-        config = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        config = json.loads(read_small(path, CONFIG_BYTES_MAX))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path} as a model's config.json: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is no config.json of a model: it holds no JSON object")
-    config = config.get("text_config", config)
+    inner = config.get("text_config")
+    config = config if inner is None else inner
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: text_config must be a JSON object, found {_clipped(inner)}")
     layers, hidden = _count(config, path, "num_hidden_layers"), _count(config, path, "hidden_size")
     heads = _count(config, path, "num_attention_heads")
-    window, windowed = _windows(config, layers)
+    window, windowed = _windows(config, path, layers)
     dtype = str(config.get("dtype", config.get("torch_dtype")) or "bfloat16")
     if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"{path}: dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-    inner = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
+        raise ConfigError(f"{path}: dtype {_clipped(dtype)} is not one of {', '.join(DTYPE_BYTES)}")
+    mlp = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
     return ModelShape(
         name=path.resolve().parent.name,
         layers=layers,
         hidden=hidden,
-        intermediate=_count(config, path, inner),
+        intermediate=_count(config, path, mlp),
         heads=heads,
         kv_heads=_count(config, path, "num_key_value_heads", heads),
         head_width=_count(config, path, "head_dim", max(1, hidden // heads)),
@@ -128,15 +142,24 @@ def _count(config: dict[str, Any], path: Path, key: str, default: int | None = N
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{path}: {key} must be a positive number, found {value!r}")
+        raise ConfigError(f"{path}: {key} must be a positive number, found {_clipped(value)}")
+    if value > COUNT_MAX:
+        raise ConfigError(f"{path}: {key} must be at most {COUNT_MAX}, found {_clipped(value)}")
     return value
 
 
-def _windows(config: dict[str, Any], layers: int) -> tuple[int, int]:
+def _clipped(value: object) -> str:
+    """As it stands in a message of one line."""
+    text = repr(value)
+    return text if len(text) <= FOUND_LENGTH_MAX else f"{text[:FOUND_LENGTH_MAX]}..."
+
+
+def _windows(config: dict[str, Any], path: Path, layers: int) -> tuple[int, int]:
     """Tokens of the sliding window, and how many layers have it."""
     window = config.get("sliding_window")
     if not isinstance(window, int) or window < 1 or config.get("use_sliding_window") is False:
         return 0, 0
+    window = _count(config, path, "sliding_window")
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         return window, min(layers, sum(each == "sliding_attention" for each in kinds))

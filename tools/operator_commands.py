@@ -12,6 +12,7 @@ from kvtier.tools.command_parts import (
     EXIT_CODES,
     JsonOption,
     StoreArgument,
+    say,
     show,
     stoppable,
 )
@@ -91,10 +92,10 @@ def stat(
         return
     for state in room.watch(Path(store)):
         if as_json:
-            room.print_json_line(state)
+            say(room.json_line(state))
         else:
             room.clear_screen()
-            print(room.stat_text(state), flush=True)
+            say(room.stat_text(state))
 
 
 @app.command("rm", epilog=EXIT_CODES)

@@ -5,7 +5,6 @@ what the hardware is said to do; of a store, from what was measured with it.
 """
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvtier.tiering.geometry import Geometry
 from kvtier.tiering.planner import Context, Costs, LoadCost, PrefillCost, Way, plan
 from kvtier.tools import model_shapes
 from kvtier.tools.model_shapes import ModelShape
+from kvtier.tools.system_errors import typed
 
 GB = 1e9
 LENGTH_MIN = 2
@@ -37,6 +37,12 @@ LINKS = {
 """GB/s in one direction and latency: sixteen lanes of PCIe 4 or 5, Grace's link, CXL on eight lanes
 of PCIe 5."""
 SHORTEST = 256
+RATE_RANGE = (1e-6, 1e6)
+"""GB/s of drives and links; what follows from numbers outside is no forecast, or no number."""
+TFLOPS_RANGE = (1e-6, 1e9)
+PART_RANGE = (1e-6, 1.0)
+LATENCY_S_RANGE = (0.0, 1000.0)
+REUSES_RANGE = (1e-6, 1e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +59,37 @@ class Hardware:
 
     def check(self) -> None:
         """Raises ConfigError for what no hardware does."""
-        for what, value in (
-            ("--device-GBps", self.drive_gbps),
-            ("--tflops", self.tflops),
-            ("--link", self.link_gbps),
+        for what, value, bounds in (
+            ("--device-GBps", self.drive_gbps, RATE_RANGE),
+            ("--tflops", self.tflops, TFLOPS_RANGE),
+            ("--link", self.link_gbps, RATE_RANGE),
+            ("--efficiency", self.efficiency, PART_RANGE),
+            ("--selected", self.selected, PART_RANGE),
+            ("the seconds of a link's latency", self.link_latency_s, LATENCY_S_RANGE),
         ):
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"{what} must be more than 0: got {value}")
-        for what, value in (("--efficiency", self.efficiency), ("--selected", self.selected)):
-            if not 0 < value <= 1:
-                raise ConfigError(f"{what} must be more than 0 and at most 1: got {value}")
-        if not (self.link_latency_s >= 0 and math.isfinite(self.link_latency_s)):
-            raise ConfigError(f"a link's latency must be 0 or more: got {self.link_latency_s} s")
+            if value is not None:
+                require_within(what, value, bounds)
+
+
+def require_within(what: str, value: float, bounds: tuple[float, float]) -> None:
+    """Raises ConfigError, also for what is no finite number."""
+    if not bounds[0] <= value <= bounds[1]:
+        raise ConfigError(f"{what} must be {bounds[0]:g} to {bounds[1]:g}: got {value:g}")
 
 
 def parse_link(text: str | None) -> tuple[float | None, float]:
-    """ "GBps", "GBps,latency" (2us, 1ms, or seconds) or a known name -> GB/s and seconds."""
+    """ "GBps", "GBps,latency" (2us, 1ms, 0.1s) or a known name -> GB/s and seconds."""
     if text is None:
         return None, 0.0
     if text.lower() in LINKS:
         return LINKS[text.lower()]
     rate, _, latency = text.partition(",")
     units = {"us": 1e-6, "ms": 1e-3, "ns": 1e-9, "s": 1.0}
-    latency = latency.strip() or "0"
+    latency = latency.strip() or "0s"
     unit = next((each for each in units if latency.endswith(each)), "")
     try:
-        return float(rate), float(latency.removesuffix(unit)) * units.get(unit, 1.0)
+        # Without a unit nobody knows what was meant: no unit is no number.
+        return float(rate), float(latency.removesuffix(unit) if unit else "") * units.get(unit, 1)
     except ValueError as error:
         raise ConfigError(
             f"--link takes GB/s and latency, such as 25,2us, or one of {', '.join(LINKS)}: got "
@@ -157,11 +168,11 @@ def forecast(
     hardware.check()
     if not LENGTH_MIN <= tokens <= TOKENS_MAX:
         raise ConfigError(f"--tokens must be {LENGTH_MIN} to {TOKENS_MAX}: got {tokens}")
-    if not reuses > 0 or not (write_gbps is None or write_gbps > 0):
-        raise ConfigError(
-            f"--reuses and --write-GBps must be more than 0: got {reuses}, {write_gbps}"
-        )
-    is_store = (Path(model) / "store.yaml").is_file()
+    require_within("--reuses", reuses, REUSES_RANGE)
+    if write_gbps is not None:
+        require_within("--write-GBps", write_gbps, RATE_RANGE)
+    with typed(f"look at {model}"):
+        is_store = (Path(model) / "store.yaml").is_file()
     case = _measured(Path(model), hardware) if is_store else _described(model, hardware)
     write_gbps = write_gbps or case.drive_gbps / 2
     rows = [case.row(length) for length in sorted({*_lengths(tokens), tokens})]
@@ -259,7 +270,11 @@ def _measured(store: Path, hardware: Hardware) -> Case:
         if hardware.drive_gbps is not None:
             load = LoadCost(load.latency_s, hardware.drive_gbps * GB)
         name = str(entry.description.get("model_type", entry.hex[:12]))
-        source = f"as measured with {store}: {load.bytes_per_s / GB:.3g} GB/s from the drive"
+        given = "" if hardware.drive_gbps is None else " as given"
+        source = (
+            f"computing as measured with {store}; {load.bytes_per_s / GB:.3g} GB/s from the drive"
+            f"{given or ', with the checks of a restore'}"
+        )
         shape = _shape_of(name, Geometry.from_dict(json.loads(geometry)))
         loaded = _over_link(load, hardware)
         gbps = load.bytes_per_s / GB
@@ -293,7 +308,7 @@ def forecast_text(found: Forecast, line_width: int | None = None) -> str:
     """The forecast for people."""
     from kvtier.tools.text_table import human_bytes, table
 
-    heads = ("tokens", "KV", "load", "recompute", "both", "fastest")
+    heads = ("tokens", "KV", "load", "recompute", "both", "chosen")
     rows = [
         (
             row.tokens,
@@ -316,6 +331,8 @@ def forecast_text(found: Forecast, line_width: int | None = None) -> str:
         f"{found.model}: {human_bytes(round(found.token_kv_bytes))} of KV a token; {found.source}",
         "",
         table(heads, rows, line_width),
+        "Until one new token is computed, for which the KV of all tokens before the last is had. "
+        "Another way than loading is chosen where it is 10 % faster.",
         "",
         threshold,
         "offload threshold: storing never pays"

@@ -1,7 +1,6 @@
 """The command `kvtier stat`: what a store holds, and the live numbers of who has it open."""
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.tiering.listing import StoreDescription, describe
+from kvtier.tiering.region_state import MISSING
 from kvtier.tiering.stats_file import LiveNumbers, read_stats
-from kvtier.tools.text_table import human_bytes, table
+from kvtier.tools.text_table import at_terminal, human_bytes, table
 
 WATCH_EVERY_S = 1.0
 _CLEAR = "\x1b[H\x1b[2J"
@@ -44,6 +44,7 @@ class StoreState:
                 "region_bytes": store.region_bytes,
                 "used_bytes": store.used_bytes,
                 "free_bytes": store.free_bytes,
+                "missing_regions": [e.path for e in store.regions if e.state == MISSING],
             },
         }
         if isinstance(live, str):
@@ -78,13 +79,13 @@ def stat_text(state: StoreState) -> str:
 
 def clear_screen() -> None:
     """Where stdout is a terminal: what is shown next stands at its top."""
-    if sys.stdout.isatty():
+    if at_terminal():
         print(_CLEAR, end="")
 
 
-def print_json_line(state: StoreState) -> None:
+def json_line(state: StoreState) -> str:
     """One object in one line, for programs that read while it goes on."""
-    print(json.dumps(state.to_dict()), flush=True)
+    return json.dumps(state.to_dict())
 
 
 def _process(live: LiveNumbers) -> str:
@@ -106,6 +107,8 @@ def _words(name: str) -> str:
 def _shown(name: str, value: object) -> str:
     if value is None:
         return "-"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if any(each in f"{name}_" for each in _SIZES) and isinstance(value, int):

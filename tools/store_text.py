@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from kvtier.io.superblock import ONE_COPY
 from kvtier.tiering.region_state import PRESENT, region_advice
 from kvtier.tools.text_table import counted, human_bytes, table
 
@@ -78,7 +79,8 @@ def _regions(store: "StoreDescription", emphasis: Callable[[str], str]) -> Itera
             held = f"{human_bytes(region.used_bytes)} used of {human_bytes(region.bytes)}"
             yield f"region {number} {region.path}: {held}"
         if region.state != PRESENT:
-            yield emphasis(region_advice(region.state, region.bytes, count))
+            advice = region_advice(region.state, region.bytes, count)
+            yield emphasis(f"{region.path}: {advice}")
 
 
 def _out_of_use(slabs: int) -> str:
@@ -117,7 +119,24 @@ def report_text(report: "Report") -> str:
 def verify_text(report: "Report") -> str:
     """What was checked, every finding, and what to do about them."""
     text = report_text(report)
-    # Of a region that is missing or cut the findings say themselves what to do.
+    unfit = _unfit(report)
+    if unfit:
+        return (
+            f"{text}\nattach the right drive in place of {', '.join(unfit)}, or restore it as it "
+            "was, then run kvtier verify again: what else was found may come from this alone"
+        )
+    # Of a region that is missing the findings say themselves what to do.
     if all(finding.kind == "region" for finding in report.findings):
         return text
     return f"{text}\n{WHAT_TO_DO}"
+
+
+def _unfit(report: "Report") -> list[str]:
+    """Paths of regions that are another store's, cut, or no regions at all: of what lies on them
+    nothing can be known, and kvtier scrub could not even open the store."""
+    paths = [
+        each.where
+        for each in report.findings
+        if each.kind == "superblock" and not each.what.startswith(ONE_COPY)
+    ]
+    return list(dict.fromkeys(paths))

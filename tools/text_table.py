@@ -5,6 +5,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import TextIO
 
 GAP = "  "
 LAST_COLUMN_WIDTH_MIN = 16
@@ -13,12 +14,19 @@ LAST_COLUMN_WIDTH_MIN = 16
 
 def terminal_width() -> int | None:
     """Columns of the terminal behind stdout; None where stdout is none, and nothing is wrapped."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return shutil.get_terminal_size().columns if at_terminal() else None
+
+
+def at_terminal() -> bool:
+    """Whether stdout is a terminal; a process may also be started without any stdout."""
+    # The type says that there always is one.
+    out: TextIO | None = sys.stdout
+    return out is not None and out.isatty()
 
 
 def warning(text: str) -> str:
     """`text` in red where stdout is a terminal that may show colours."""
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+    if not at_terminal() or os.environ.get("NO_COLOR"):
         return text
     return f"\x1b[31m{text}\x1b[0m"
 

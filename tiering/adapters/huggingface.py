@@ -350,13 +350,19 @@ class TieredCache(Cache):
         sequence = rows.sequences[row]
         end = self._end(stream)
         row_name = self._row_name(name, row)
+
+        def save(saved: Sequence) -> int:
+            ids = stream[: saved.length()]
+            use = partial(rows.store.save, saved, row_name, ids, hold=hold)
+            return mending(rows, saved, use)
+
         if end >= sequence.length():
-            return rows.store.save(sequence, row_name, stream[: sequence.length()], hold=hold)
+            return save(sequence)
         # The row ended before others of its batch: what follows is padding.
         ended = rows.store.fork(sequence)
         try:
             rows.store.crop(ended, min(end, ended.length()))
-            return rows.store.save(ended, row_name, stream[: ended.length()], hold=hold)
+            return save(ended)
         finally:
             rows.store.release(ended)
 

@@ -21,6 +21,9 @@ OTHER_INPUTS = ("inputs_embeds", "pixel_values", "input_features", "encoder_outp
 """Inputs of a forward pass that are not token ids, and so are not in a name made of those."""
 USERS = "_kvtier_users"
 """Attribute of a model: the attention it had, once for every store that is open for it."""
+COLD_PASS_TOKENS = 512
+"""The first pass also brings weights into memory and code into caches: with fewer tokens than these
+its time would tell of that, and not of computing."""
 
 
 class ModelStore(Store):
@@ -32,6 +35,8 @@ class ModelStore(Store):
     _hooks: tuple[RemovableHandle, ...] = ()
     _pass: tuple[int, int, float] | None = None
     """Tokens and position of the pass under way, and when it began."""
+    _is_warm: bool = False
+    """The model made a pass since the store was opened."""
 
     def attach(self, model: PreTrainedModel) -> None:
         """Set the model's attention, and watch which tokens it is given.
@@ -136,8 +141,9 @@ class ModelStore(Store):
         """After each forward pass: tell the planner how long it took."""
         if self._pass is not None:
             tokens, position, began = self._pass
-            self.costs.note_pass(tokens, position, time.perf_counter() - began)
-            self._pass = None
+            if self._is_warm or tokens >= COLD_PASS_TOKENS:
+                self.costs.note_pass(tokens, position, time.perf_counter() - began)
+            self._pass, self._is_warm = None, True
 
 
 def open_for_model(

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
-
-import torch
+from typing import TypeVar
 
 from kvtier.errors import DeviceError, FormatError
 from kvtier.tiering.adapters.batch import Ids, Rows, shared_columns
 from kvtier.tiering.chain import as_tokens
 from kvtier.tiering.plan_runner import PlanRunner, Wish, mend, stored_end
 from kvtier.tiering.sequence import Sequence
+
+T = TypeVar("T")
 
 
 def restore(rows: Rows, streams: Listing[Ids], length: int, wish: Wish) -> int:
@@ -43,15 +44,15 @@ def restore(rows: Rows, streams: Listing[Ids], length: int, wish: Wish) -> int:
     return columns
 
 
-def mending(rows: Rows, sequence: Sequence, attend: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What `attend` gives. What turns out to be lost of a row on its way from the drive is computed
-    by the model first, in the middle of its own pass; the row's other layers go on as they are.
+def mending(rows: Rows, sequence: Sequence, use: Callable[[], T]) -> T:
+    """What `use` of a row gives. What turns out to be lost of it is computed by the model first,
+    also in the middle of its own pass; the row's other layers go on as they are.
 
     Raises FormatError, DeviceError where nothing is lost, or nobody can compute.
     """
     while True:
         try:
-            return attend()
+            return use()
         except (FormatError, DeviceError):
             # Each time something else is lost, and nothing lost is attached again.
             if rows.compute is None or not mend(rows.store, sequence, rows.compute):
