@@ -69,7 +69,7 @@ class Effort:
     rounds_of_others: int
 
 
-FULL = Effort(2 << 30, 0.8, 0.3, 5, 2)
+FULL = Effort(2 << 30, 0.5, 0.2, 5, 1)
 QUICK = Effort(512 << 20, 0.25, 0.05, 1, 0)
 
 

@@ -46,3 +46,12 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def always_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody measures how fast a tiny model computes: a cache would restore nothing where that
+    takes no longer than the drive does, which on a busy machine is a matter of luck."""
+    from kvtier.tiering.costs import CostMeter
+
+    monkeypatch.setattr(CostMeter, "note_pass", lambda *measured: None)

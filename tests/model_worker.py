@@ -22,7 +22,7 @@ def turn(command: dict[str, Any]) -> dict[str, Any]:
     ids = torch.tensor([command["stream"]])
     model = FAMILIES[command["family"]]()
     with kvtier.open(command["path"], model=model, region="16MiB", hot="1MiB") as store:
-        cache = TieredCache(store, ids)
+        cache = TieredCache(store, ids, plan="load")
         output = generate(model, ids, cache, command["new"])
         saved = cache.save(command["name"], tokens=output)
         segments = store.stats().segments
@@ -39,7 +39,7 @@ def write_until_killed(command: dict[str, Any]) -> None:
     ids = torch.tensor([command["stream"]])
     model = FAMILIES[command["family"]]()
     store = kvtier.open(command["path"], model=model, region="64MiB", hot="1MiB")
-    cache = TieredCache(store, ids)
+    cache = TieredCache(store, ids, plan="load")
     output = generate(model, ids, cache, command["new"])
     answer({"pid": os.getpid(), "saved": cache.save("before", tokens=output)})
     for turn_number in count(1000):

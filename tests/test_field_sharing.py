@@ -30,7 +30,7 @@ from tests.store_cases import (
     some_tokens,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "always_loads")
 OF_M = KV(PLAIN)
 PREFIX = some_tokens(520, 1)
 

@@ -20,7 +20,7 @@ from tests.model_cases import (
 )
 
 SDPA_FAMILIES = ["qwen2", "llama", "mistral", "gemma3"]
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "always_loads")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tests import command_cases
 from tests.command_cases import as_json
 from tests.model_cases import FAMILIES, expected, generate, padded, prompt
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "always_loads")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])

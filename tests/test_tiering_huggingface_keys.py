@@ -15,7 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier.tiering.adapters.huggingface import TieredCache
 from tests.model_cases import SHAPE, generate, llama, prompt, seeded
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "always_loads")
 Make = Callable[[], PreTrainedModel]
 PROMPT = prompt(3, 200)
 

@@ -21,7 +21,7 @@ import kvtier
 from kvtier.tiering.adapters.huggingface import TieredCache
 from tests.model_cases import SHAPE, VOCABULARY, prompt, qwen2
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "always_loads")
 LONG = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
 ROPES: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0, **LONG},

@@ -13,7 +13,7 @@ from kvtier.errors import ConfigError, LockedError
 from kvtier.tiering.adapters.huggingface import TieredCache
 from tests.model_cases import PAD, expected, gemma3, generate, llama, padded, prompt, qwen2
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "always_loads")
 IDS = prompt(1, 40)
 ROWS, MASK = padded([prompt(2, 40), prompt(3, 30)])
 

@@ -24,7 +24,7 @@ from tests.model_cases import (
     require_varied,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "always_loads")
 
 
 def opened(path: Path, model: Any) -> kvtier.Store:

@@ -20,7 +20,7 @@ from kvtier.tiering.adapters.huggingface import TieredCache
 from kvtier.tiering.listing import describe
 from tests.model_cases import FAMILIES, expected, generate, plain, prompt, qwen2, require_varied
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "always_loads")
 ROOT = Path(__file__).parent.parent
 TURN_TOKENS = (37, 1, 53, 129, 7, 64, 15, 301, 2, 91, 16, 33)
 ANSWER_TOKENS = (13, 21, 5, 16, 32, 1, 9, 40, 17, 3, 11, 25)
