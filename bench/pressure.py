@@ -10,7 +10,7 @@ that the disk always reaches, so that figures repeat.
 - mmap: each context is a file that is mapped; attention reads the mapping.
 - buffered: the file is read into a buffer at each switch; attention reads the buffer.
 - kvtier: direct I/O past the page cache into its own tiers, HOT with a quarter of the share and
-  HOST with the rest. "HOT alone" gives HOT all of it: nothing is copied between tiers then, but
+  HOST with the rest; a context is restored layer by layer while it is attended to. "HOT alone" gives HOT all of it: nothing is copied between tiers then, but
   HOT keeps what is in use rather than what is cheapest to keep.
 
 All do the same attention with the same kernel over the same Pages, so that only how bytes get
@@ -159,7 +159,7 @@ def kvtier_turn(job: Job) -> TakeTurn:
     ids = [tokens_of(context) for context in range(job.contexts)]
 
     def turn(context: int) -> tuple[list[float], float]:
-        sequence = store.resume(ids[context])
+        sequence = store.resume(ids[context], lazily=True)
         if sequence.length() != TOKENS:
             raise SystemExit(f"context {context} has {sequence.length()} of {TOKENS} tokens")
         done, total = [], 0.0
