@@ -10,8 +10,8 @@ that the disk always reaches, so that figures repeat.
 - mmap: each context is a file that is mapped; attention reads the mapping.
 - buffered: the file is read into a buffer at each switch; attention reads the buffer.
 - kvtier: direct I/O past the page cache into its own tiers, HOT with a quarter of the share and
-  HOST with the rest; a context is restored layer by layer while it is attended to. "HOT alone" gives HOT all of it: nothing is copied between tiers then, but
-  HOT keeps what is in use rather than what is cheapest to keep.
+  HOST with the rest; a context is restored layer by layer while it is attended to. "HOT alone"
+  gives HOT all of it, so that nothing is copied between tiers.
 
 All do the same attention with the same kernel over the same Pages, so that only how bytes get
 there differs. Each runs in a process of its own, and their results are compared before times are. A
