@@ -237,7 +237,10 @@ class Comparison:
             self.bench.samples(f"{place}, {subject.name}, {name}", seconds[name], unit="s")
         self.bench.table(
             f"{place}: {subject.name}, {subject.context.nbytes / 1e6:.1f} MB",
-            ["method", "ready ms", "MB/s", "CPU s/GB", "over kvtier", "first step ms", "over"],
+            [
+                *("method", "read ms", "ready ms", "MB/s", "CPU s/GB", "over kvtier"),
+                *("first step ms", "over"),
+            ],
             [self._row(result, name) for name in loads],
         )
 
@@ -246,10 +249,11 @@ class Comparison:
         over = f"{result.step_over(name):.2f}x"
         if name == LAYERWISE:
             # Most of it is not there when a model may begin.
-            return [name, ready, "", "", "", step, over]
+            return [name, "", ready, "", "", "", step, over]
+        read = f"{median(each.read_s for each in result.loads[name]) * 1e3:.1f}"
         rate = f"{result.subject.context.nbytes / result.seconds(name) / 1e6:.0f}"
         cpu = f"{result.cpu_per_gb(name):.2f}"
-        return [name, ready, rate, cpu, f"{result.over(name):.2f}x", step, over]
+        return [name, read, ready, rate, cpu, f"{result.over(name):.2f}x", step, over]
 
     def _close(self) -> None:
         for worker in self.workers.values():

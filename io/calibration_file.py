@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from kvtier.io.engine_limits import DEPTH_MAX, WORKERS_MAX
-from kvtier.io.small_file import can_be_shown, read_small, replace_file
+from kvtier.io.small_file import can_be_shown, number_within, read_small, replace_file
 from kvtier.io.stable_path import stable_path
 
 CALIBRATION = "calibration.json"
 """Name of the file in the directory of a store."""
 MERGE_GAP_BYTES_MAX = 1 << 20
 _FILE_BYTES_MAX = 1 << 20
-_RATE_RANGE = (1.0, 1e15)
+RATE_RANGE = (1.0, 1e15)
 """Bytes per second of any device that there is, and seconds of a read."""
 _LATENCY_S_RANGE = (1e-9, 1e4)
 _LAYOUT_VERSION = 1
@@ -88,7 +88,7 @@ class Calibration:
             merge_gap_bytes=_whole(found["merge_gap_bytes"], 0, MERGE_GAP_BYTES_MAX),
             read_bytes_per_s=_rate(found["read_bytes_per_s"]),
             write_bytes_per_s=None if written is None else _rate(written),
-            latency_s=_number(found["latency_s"], _LATENCY_S_RANGE),
+            latency_s=number_within(found["latency_s"], _LATENCY_S_RANGE),
             why=_words(found["why"]),
             trials=trials,
         )
@@ -109,14 +109,7 @@ def _whole(value: object, least: int, most: int) -> int:
 
 
 def _rate(value: object) -> float:
-    return _number(value, _RATE_RANGE)
-
-
-def _number(value: object, bounds: tuple[float, float]) -> float:
-    # Compared before it becomes a float, which a number of hundreds of digits cannot.
-    if not isinstance(value, int | float) or not bounds[0] <= value <= bounds[1]:
-        raise ValueError(value)
-    return float(value)
+    return number_within(value, RATE_RANGE)
 
 
 def _words(value: object) -> str:

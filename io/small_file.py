@@ -19,6 +19,14 @@ def can_be_shown(text: str) -> bool:
     return _NOT_SHOWN.search(text) is None
 
 
+def number_within(value: object, bounds: tuple[float, float]) -> float:
+    """A number from such a file. Raises ValueError, also for what is no number."""
+    # Compared before it becomes a float, which a number of hundreds of digits cannot.
+    if not isinstance(value, int | float) or not bounds[0] <= value <= bounds[1]:
+        raise ValueError("a number that no measurement gives")
+    return float(value)
+
+
 def read_small(path: Path, bytes_max: int) -> bytes:
     """The whole content of a regular file.
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.io.calibration_file import RATE_RANGE
 from kvtier.tiering import costs as measured
 from kvtier.tiering.costs import BYTES_PER_S_START, CostMeter
 from kvtier.tiering.planner import (
@@ -352,7 +353,7 @@ def test_what_is_measured_stays_in_the_ranges_that_are_taken(tmp_path: Path) -> 
     meter.keep(path, "a")
     again = CostMeter.start()
     again.restore(path, "a")
-    assert again.costs().load.bytes_per_s == measured.RATE_RANGE[1]
+    assert again.costs().load.bytes_per_s == RATE_RANGE[1]
     assert again.costs().prefill is None
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.io.calibration_file import Calibration
-from kvtier.io.small_file import read_small, replace_file
+from kvtier.io.calibration_file import RATE_RANGE, Calibration
+from kvtier.io.small_file import number_within, read_small, replace_file
 from kvtier.tiering.planner import Costs, LoadCost, PrefillCost
 
 _log = logging.getLogger("kvtier")
@@ -45,9 +45,8 @@ TOKENS_RANGE = (1, 1 << 40)
 PAIRS_RANGE = (0.0, 2.0**81)
 SECONDS_RANGE = (1e-9, 1e6)
 LATENCY_S_RANGE = (0.0, 1e4)
-RATE_RANGE = (1.0, 1e15)
-"""What measurements give, bytes per second at last. Other numbers in the file are damage, which the
-fit could not even compute with."""
+"""What measurements give. Other numbers in the file are damage, which the fit could not even
+compute with."""
 
 
 class DriveFlow:
@@ -146,8 +145,8 @@ class CostMeter:
             if entry is None or entry["machine"] != _machine():
                 return
             load = LoadCost(
-                _within(float(entry["latency_s"]), LATENCY_S_RANGE),
-                _within(float(entry["bytes_per_s"]), RATE_RANGE),
+                number_within(entry["latency_s"], LATENCY_S_RANGE),
+                number_within(entry["bytes_per_s"], RATE_RANGE),
             )
             loaded = None if entry["loaded"] is None else time.time() - float(entry["loaded"])
             passes = [_pass(*each) for each in entry["passes"]]
@@ -196,20 +195,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _pass(tokens: Any, pairs: Any, seconds: Any) -> tuple[int, float, float]:
-    """One that was kept. Raises TypeError, ValueError or OverflowError for what is none."""
-    _within(tokens, TOKENS_RANGE)
+    """One that was kept. Raises ValueError for what is none."""
     return (
-        int(tokens),
-        _within(float(pairs), PAIRS_RANGE),
-        _within(float(seconds), SECONDS_RANGE),
+        int(number_within(tokens, TOKENS_RANGE)),
+        number_within(pairs, PAIRS_RANGE),
+        number_within(seconds, SECONDS_RANGE),
     )
-
-
-def _within(value: float, bounds: tuple[float, float]) -> float:
-    """Raises ValueError, also for what is no number of its kind."""
-    if not bounds[0] <= value <= bounds[1]:
-        raise ValueError("a number that no measurement gives")
-    return value
 
 
 def _machine() -> str:
