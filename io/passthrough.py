@@ -140,19 +140,12 @@ class PassthroughDevice(UringDevice):
         if not self._namespace.writable:
             raise DeviceError(f"{self.path} was opened for reading only", errno.EBADF)
 
-    def _start(
-        self,
-        what: str,
-        offsets: Int64Array,
-        buffers: Buffers,
-        priority: Priority,
-        *,
-        waits: bool = False,
-    ) -> PendingBatch:
-        if what == "write":
-            self._raw.ensure_open()
+    def _begin(
+        self, batch: PendingBatch, buffers: Buffers, priority: Priority, *, waits: bool
+    ) -> None:
+        if batch.what == "write":
             self._refuse_writing()
-        return super()._start(what, offsets, buffers, priority, waits=waits)
+        super()._begin(batch, buffers, priority, waits=waits)
 
     def _new_flight(
         self, batch: PendingBatch, buffers: Buffers, priority: Priority, flags: int

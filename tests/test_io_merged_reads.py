@@ -21,20 +21,13 @@ class Merging(ThreadsDevice):
 
     bad: frozenset[int] = frozenset()
 
-    def _start(
-        self,
-        what: str,
-        offsets: Int64Array,
-        buffers: Buffers,
-        priority: Priority,
-        *,
-        waits: bool = False,
-    ) -> PendingBatch:
-        batch = super()._start(what, offsets, buffers, priority, waits=waits)
+    def _begin(
+        self, batch: PendingBatch, buffers: Buffers, priority: Priority, *, waits: bool
+    ) -> None:
+        super()._begin(batch, buffers, priority, waits=waits)
         batch.join()
-        if what == "read" and self.bad & set(offsets.tolist()):
+        if batch.what == "read" and self.bad & set(batch.offsets.tolist()):
             batch.errors[:] = errno.ENODATA
-        return batch
 
 
 @pytest.fixture
