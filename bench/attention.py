@@ -1,96 +1,165 @@
 """How much do Pages cost at decode? Paged attention against torch on contiguous KV, same numbers.
 
-Run: .venv/bin/python bench/attention.py [--json PATH] [--quick]. One query token, Frames in random
-order. Results are checked before they are timed; repetitions are interleaved; medians of ratios.
+Run: .venv/bin/python bench/attention.py [--json PATH] [--plot PATH] [--quick] [--threads N].
+One query attends to all tokens of a layer, layer after layer, as a step of a decode does; the
+layers together are larger than the processor's caches. Methods take turns layer by layer, and
+their results are compared before they are timed. Frames lie in one run for each kv head, in runs of
+32 (units read from the drive), or scattered. The last Page ends early where the number of tokens
+says so. With one thread times are the thread's own on the processor, so that others do not count.
+
+- paged: exact attention over Frames, with the result in the query's dtype.
+- dense: scaled_dot_product_attention over contiguous tensors. With 16 bits torch rounds the weights
+  to 16 bits as well, and takes the fast path that the processor has, if any.
 """
 
-import argparse
-import json
-import statistics
+import os
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 
-from kvtier.kernels.launch_checks import PAGE_TOKENS
-from kvtier.kernels.paged_attention import Workspace, paged_attention
+sys.path.insert(0, os.fspath(Path(__file__).resolve().parents[1]))
 
-Q_HEADS, KV_HEADS, WIDTH = 14, 2, 64
-TOLERANCE = 2e-5
+from kvtier.kernels.launch_checks import PAGE_TOKENS
+from kvtier.kernels.paged_attention import paged_attention
+from kvtier.kernels.workspace import Workspace
+from kvtier.tools.bench_form import Bench
+
+RUN_PAGES = 32
+LAYERS_BYTES = 64 << 20
+"""Of all layers of a case together; its layers are two to 24."""
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+LIES = ("run", "runs of 32", "scattered")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """paged_ms, contiguous_ms: medians. ratio: median of paged over contiguous, pair by pair."""
+class Shape:
+    """KV of a layer, and how many query heads share one kv head."""
 
-    tokens: int
-    threads: int
-    paged_ms: float
-    contiguous_ms: float
-    ratio: float
+    kv_heads: int
+    group: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.kv_heads * self.group} over {self.kv_heads} of {self.width}"
 
 
-def measure(tokens: int, repetitions: int) -> Row:
-    generator = torch.Generator().manual_seed(tokens)
-    pages = tokens // PAGE_TOKENS
-    keys = torch.randn(KV_HEADS, tokens, WIDTH, generator=generator)
-    values = torch.randn(KV_HEADS, tokens, WIDTH, generator=generator)
-    query = torch.randn(Q_HEADS, 1, WIDTH, generator=generator)
-    frames = torch.randperm(KV_HEADS * pages, generator=generator).view(KV_HEADS, pages)
-    split = PAGE_TOKENS * WIDTH
-    pool = torch.empty(KV_HEADS * pages, 2 * split)
-    pool[frames.reshape(-1), :split] = keys.reshape(-1, split)
-    pool[frames.reshape(-1), split:] = values.reshape(-1, split)
-    workspace = Workspace()
-    # The query group becomes the query length: the fastest way for torch on a CPU.
-    folded = query.view(1, KV_HEADS, Q_HEADS // KV_HEADS, WIDTH)
+SHAPES = (Shape(2, 7, 64), Shape(4, 7, 128), Shape(4, 2, 128), Shape(8, 1, 64))
 
-    def paged() -> torch.Tensor:
+
+def frames_of(heads: int, pages: int, lie: str) -> torch.Tensor:
+    """int64 [kv_heads, pages], each Frame once."""
+    if lie == "run":
+        return torch.arange(heads * pages).view(heads, pages)
+    if lie == "scattered":
+        order = torch.randperm(heads * pages, generator=torch.Generator().manual_seed(1))
+        return order.view(heads, pages)
+    # Of each unit one head's Pages lie behind the other's.
+    units = [
+        torch.arange(heads * min(RUN_PAGES, pages - first)).view(heads, -1) + heads * first
+        for first in range(0, pages, RUN_PAGES)
+    ]
+    return torch.cat(units, 1)
+
+
+class Case:
+    """Some layers, as Pages in a pool and as contiguous tensors."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, tokens: int, lie: str) -> None:
+        self.shape, self.dtype, self.tokens = shape, dtype, tokens
+        heads, width = shape.kv_heads, shape.width
+        pages = -(-tokens // PAGE_TOKENS)
+        self.frames = frames_of(heads, pages, lie)
+        self.valid = tokens % PAGE_TOKENS or None
+        self.workspace = Workspace()
+        generator = torch.Generator().manual_seed(tokens)
+        self.query = torch.randn(heads * shape.group, 1, width, generator=generator).to(dtype)
+        # The query group becomes the query length: the fastest way for torch on a CPU.
+        self.folded = self.query.view(1, heads, shape.group, width)
+        layer_bytes = heads * pages * PAGE_TOKENS * 2 * width * dtype.itemsize
+        self.pools, self.dense_layers = [], []
+        for _ in range(max(2, min(24, LAYERS_BYTES // layer_bytes))):
+            rows = torch.randn(heads, pages, 2, PAGE_TOKENS, width, generator=generator).to(dtype)
+            pool = torch.empty(heads * pages, 2 * PAGE_TOKENS * width, dtype=dtype)
+            pool[self.frames.reshape(-1)] = rows.view(heads * pages, -1)
+            keys, values = (
+                rows[:, :, half].reshape(heads, -1, width)[None, :, :tokens].contiguous()
+                for half in range(2)
+            )
+            self.pools.append(pool)
+            self.dense_layers.append((keys, values))
+
+    def paged(self, layer: int) -> torch.Tensor:
+        width = self.shape.width
         return paged_attention(
-            query, pool, frames, (WIDTH, WIDTH), scale=WIDTH**-0.5, workspace=workspace
+            self.query,
+            self.pools[layer],
+            self.frames,
+            (width, width),
+            self.valid,
+            scale=width**-0.5,
+            workspace=self.workspace,
+            out_dtype=self.dtype,
         ).out
 
-    def contiguous() -> torch.Tensor:
-        out: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
-            folded, keys[None], values[None]
-        )
-        return out.view(Q_HEADS, 1, WIDTH)
+    def dense(self, layer: int) -> torch.Tensor:
+        keys, values = self.dense_layers[layer]
+        attend = torch.nn.functional.scaled_dot_product_attention
+        out: torch.Tensor = attend(self.folded, keys, values).view(self.query.shape)
+        return out
 
-    difference = float((paged() - contiguous()).abs().max())
-    if difference > TOLERANCE:
-        raise SystemExit(f"results differ by {difference} at {tokens} tokens: not timed")
-    pairs = [(timed(paged), timed(contiguous)) for _ in range(repetitions)]
-    return Row(
-        tokens,
-        torch.get_num_threads(),
-        statistics.median(each[0] for each in pairs) * 1e3,
-        statistics.median(each[1] for each in pairs) * 1e3,
-        statistics.median(each[0] / each[1] for each in pairs),
-    )
+    def check(self) -> None:
+        for layer in range(len(self.pools)):
+            off = float((self.paged(layer).float() - self.dense(layer).float()).abs().max())
+            if not off <= TOLERANCES[self.dtype]:
+                raise SystemExit(f"{self.shape}, {self.tokens} tokens: off by {off}, not timed")
+
+    def measure(self, steps: int, clock: Callable[[], float]) -> tuple[list[float], list[float]]:
+        """Of each step the mean of its layers: paged and dense, in ms."""
+        self.check()
+        found: tuple[list[float], list[float]] = ([], [])
+        for _ in range(steps):
+            taken = [0.0, 0.0]
+            for layer in range(len(self.pools)):
+                for number, attend in enumerate((self.paged, self.dense)):
+                    begun = clock()
+                    attend(layer)
+                    taken[number] += clock() - begun
+            for each, seconds in zip(found, taken, strict=True):
+                each.append(seconds / len(self.pools) * 1e3)
+        return found
 
 
-def timed(call: Callable[[], torch.Tensor]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions, shorter contexts")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    sizes = (2048, 8192) if options.quick else (2048, 8192, 32768)
-    rows = [measure(tokens, 20 if options.quick else 60) for tokens in sizes]
-    print(f"{'tokens':>8} {'paged ms':>9} {'contiguous ms':>14} {'ratio':>6}")
-    for row in rows:
-        print(f"{row.tokens:>8} {row.paged_ms:>9.2f} {row.contiguous_ms:>14.2f} {row.ratio:>6.2f}")
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+def main() -> int:
+    bench = Bench("attention", __doc__)
+    bench.parser.add_argument("--threads", type=int, default=1, help="of torch")
+    options = bench.options()
+    torch.set_num_threads(options.threads)
+    clock = time.thread_time if options.threads == 1 else time.perf_counter
+    shapes = SHAPES[:2] if options.quick else SHAPES
+    rows = []
+    with torch.no_grad():
+        for dtype, tolerance in TOLERANCES.items():
+            for shape in shapes:
+                for tokens in (500, 2_000) if options.quick else (500, 2_000, 8_000):
+                    for lie in LIES[1:2] if options.quick else LIES:
+                        steps = max(3, min(20, 40_000 // tokens))
+                        paged, dense = Case(shape, dtype, tokens, lie).measure(steps, clock)
+                        ratio = median(a / b for a, b in zip(paged, dense, strict=True))
+                        name = str(dtype).removeprefix("torch.")
+                        case = f"{name}, {shape}, {tokens} tokens, {lie}"
+                        bench.samples(f"{case}: paged", paged, unit="ms")
+                        bench.samples(f"{case}: dense", dense, unit="ms")
+                        shown = f"{median(paged):.3f}", f"{median(dense):.3f}", f"{ratio:.2f}"
+                        rows.append([name, shape, tokens, lie, *shown, f"{tolerance:g}"])
+    heads = ["dtype", "query heads", "tokens", "Frames", "paged ms", "dense ms", "ratio", "within"]
+    bench.table(f"One query, one layer, {options.threads} thread(s)", heads, rows)
+    return bench.finish()
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from kvtier.kernels.launch_checks import check_paged
-from kvtier.kernels.paged_attention import Partial
+from kvtier.kernels.running import Partial
 from kvtier.tiering import reader
 from kvtier.tiering.config import Config
 from kvtier.tiering.fingerprint import Fingerprint
@@ -109,8 +109,8 @@ def check(store: Store, sequence: Sequence, tokens: int, seed: int) -> None:
 
 @contextmanager
 def no_arithmetic() -> Iterator[None]:
-    """Attention checks its arguments and returns zeros."""
-    zeros = Partial(torch.zeros(Q_HEADS, 1, WIDTH), torch.zeros(Q_HEADS, 1))
+    """Attention checks its arguments and returns zeros, of the query's dtype."""
+    zeros = Partial(torch.zeros(Q_HEADS, 1, WIDTH, dtype=torch.float16), torch.zeros(Q_HEADS, 1))
 
     def stub(
         query: torch.Tensor,

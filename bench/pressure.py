@@ -9,9 +9,10 @@ that the disk always reaches, so that figures repeat.
 
 - mmap: each context is a file that is mapped; attention reads the mapping.
 - buffered: the file is read into a buffer at each switch; attention reads the buffer.
-- kvtier: direct I/O past the page cache into its own tiers, HOT with a quarter of the share and
-  HOST with the rest; a context is restored layer by layer while it is attended to. "HOT alone"
-  gives HOT all of it, so that nothing is copied between tiers.
+- kvtier: direct I/O past the page cache into its own memory; a context is restored layer by layer
+  while it is attended to. HOT has the whole share: where HOT is host memory, as on every machine
+  without a GPU (and by default), a HOST tier is the same memory with a copy in between. "HOT and
+  HOST" shows what those copies cost: a quarter of the share for HOT, the rest for HOST.
 
 All do the same attention with the same kernel over the same Pages, so that only how bytes get
 there differs. Each runs in a process of its own, and their results are compared before times are. A
@@ -35,7 +36,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtier.kernels.paged_attention import Workspace, paged_attention
+from kvtier.kernels.paged_attention import paged_attention
+from kvtier.kernels.workspace import Workspace
 from kvtier.tiering.config import Config
 from kvtier.tiering.fingerprint import Fingerprint
 from kvtier.tiering.geometry import PAGE_TOKENS, Geometry
@@ -57,7 +59,7 @@ MARGIN_BYTES = 8 * MIB
 UNLIMITED = 1 << 40
 PLENTY = 1.5
 RIVALS = ("mmap", "buffered")
-KVTIER, HOT_ALONE = "kvtier", "kvtier, HOT alone"
+KVTIER, HOT_AND_HOST = "kvtier", "kvtier, HOT and HOST"
 TOLERANCE = 1e-3
 
 
@@ -153,7 +155,7 @@ def buffered(job: Job) -> TakeTurn:
 
 def kvtier_turn(job: Job) -> TakeTurn:
     tiers = job.share_bytes - MARGIN_BYTES
-    hot = tiers if job.method == HOT_ALONE else max(tiers // 4, 2 * CONTEXT_BYTES)
+    hot = tiers if job.method == KVTIER else max(tiers // 4, 2 * CONTEXT_BYTES)
     store = open_store(job.folder, hot, tiers - hot)
     asked = queries()
     ids = [tokens_of(context) for context in range(job.contexts)]
@@ -289,7 +291,7 @@ def measure(bench: Bench, folder: str, options: Any) -> dict[float, dict[str, Fo
     shares = [PLENTY, 0.5] if options.quick else [PLENTY, 0.75, 0.5, 0.25]
     prepare(folder, contexts)
     working_set = contexts * CONTEXT_BYTES
-    methods = [*RIVALS, KVTIER, HOT_ALONE]
+    methods = [*RIVALS, KVTIER, HOT_AND_HOST]
     with throttled({backing_device(folder): int(options.rate * 1e6)}):
         # What the process takes before it holds any KV, libraries and an open store included.
         base = max(

@@ -25,7 +25,7 @@ from kvtier.io import nvme_commands
 from kvtier.io.device import Buffers, ByteArray, Int64Array, PendingBatch, Priority
 from kvtier.io.nvme_namespace import Namespace, find_namespace
 from kvtier.io.rawfile import DirectMode, RawFile, open_raw
-from kvtier.io.ring import COMMAND_BYTES, Entries, Ring, make_command_entries
+from kvtier.io.ring import COMMAND_BYTES, Entries, Ring, make_command_entries, results_of
 from kvtier.io.ring_arena import RingArena
 from kvtier.io.uring import UringDevice, checked_depth
 from kvtier.io.uring_flight import INDEX_BITS, Flight
@@ -182,14 +182,15 @@ class CommandFlight(Flight):
             self._moved = np.zeros(len(within), np.int64)
 
     def account(
-        self, done: Int64Array, results: Int64Array, block_bytes: int, arena: RingArena
-    ) -> None:
-        """results: 0, a status of the drive, or -errno."""
+        self, done: Int64Array, words: Int64Array, block_bytes: int, arena: RingArena
+    ) -> bool:
+        """words: of results that are 0, a status of the drive, or -errno."""
         moved = self._lengths[done]
-        if results.any():
+        if words.any():
+            results = results_of(words)
             for place in np.flatnonzero(results).tolist():
                 moved[place] = self._errno_of(int(done[place]), int(results[place]))
-        super().account(done, moved, block_bytes, arena)
+        return super().account(done, moved, block_bytes, arena)
 
     def _errno_of(self, command: int, result: int) -> int:
         """What a command that did not succeed counts as: -errno."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.errors import ConfigError
 from kvtier.io.device import Int64Array
@@ -23,11 +24,16 @@ class MergedRanges:
 
 
 def merge_ranges(
-    offsets: Int64Array, lengths: Int64Array, gap_bytes: int, bytes_max: int
+    offsets: Int64Array,
+    lengths: Int64Array,
+    gap_bytes: int,
+    bytes_max: int,
+    gaps_bytes_max: int | None = None,
 ) -> MergedRanges:
     """Join neighbours into one read where at most `gap_bytes` lie between them; 0 joins what
     touches. No read is longer than `bytes_max`, but one that a single range makes so.
 
+    gaps_bytes_max: of all gaps together, the smallest are read along, up to so many bytes.
     offsets, lengths: int64 [ranges], in any order; ranges may overlap. Reads are as aligned as the
     ranges are. Raises ConfigError for a negative gap or length, or a bytes_max below 1.
     """
@@ -45,7 +51,7 @@ def merge_ranges(
     begins = offsets[order]
     # A range may end behind the one that begins after it.
     ends = np.maximum.accumulate(begins + lengths[order])
-    apart = begins[1:] - ends[:-1] > gap_bytes
+    apart = _apart(begins[1:] - ends[:-1], gap_bytes, gaps_bytes_max)
     firsts = np.concatenate([[0], np.flatnonzero(apart) + 1])
     firsts = _cut(begins, ends, firsts, bytes_max)
     lasts = np.concatenate([firsts[1:], [len(begins)]]) - 1
@@ -56,6 +62,18 @@ def merge_ranges(
     return MergedRanges(
         begins[firsts], own_ends - begins[firsts], index, offsets - begins[firsts][index]
     )
+
+
+def _apart(gaps: Int64Array, gap_bytes: int, gaps_bytes_max: int | None) -> npt.NDArray[np.bool_]:
+    """bool [gaps]: which of them are not read along."""
+    apart = gaps > gap_bytes
+    if gaps_bytes_max is None or not gap_bytes:
+        return apart
+    holes = ((gaps > 0) & ~apart).nonzero()[0]
+    smallest_first = holes[gaps[holes].argsort(kind="stable")]
+    fitting = np.searchsorted(gaps[smallest_first].cumsum(), gaps_bytes_max, "right")
+    apart[smallest_first[fitting:]] = True
+    return apart
 
 
 def _cut(begins: Int64Array, ends: Int64Array, firsts: Int64Array, bytes_max: int) -> Int64Array:

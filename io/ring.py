@@ -18,6 +18,7 @@ import errno
 import mmap
 import os
 import platform
+import sys
 import time
 from typing import Self
 
@@ -68,6 +69,9 @@ assert _CQE.itemsize == 16
 assert _COMMAND_SQE.itemsize == 128
 assert _BIG_CQE.itemsize == 32
 
+Completions = npt.NDArray[np.int64]
+"""int64 [completions, 2 or more]: user_data, and a word of which `results_of` makes the result."""
+
 Entries = npt.NDArray[np.uint64]
 """uint64 [requests, 8]: entries of a submission queue as words, because numpy copies records field
 by field. Made by `make_entries`. In a ring of big entries [requests, 16], by
@@ -107,6 +111,14 @@ def make_command_entries(
     return entries.view(np.uint64).reshape(-1, _COMMAND_SQE.itemsize // 8)
 
 
+def results_of(words: Int64Array) -> Int64Array:
+    """The results of completions whose second words these are; the rest of a word is flags. A
+    result that is not negative is the word itself, where there are none."""
+    if sys.byteorder == "little":
+        words = words << 32
+    return words >> 32
+
+
 def _index(queues: mmap.mmap, offset: int) -> memoryview:
     """One of the four numbers that ring and kernel share. A memoryview reads and writes a word at
     once, as they need it, and faster than an array of one."""
@@ -130,7 +142,9 @@ class Ring:
         self._cq_tail = _index(queues, cq[1])
         self._cq_mask = int(np.frombuffer(queues, np.uint32, 1, cq[2])[0])
         entry, completion = _entry_types(parameters)
-        self._cqes = np.frombuffer(queues, completion, parameters.cq_entries, cq[5])
+        parts = completion.itemsize // 8
+        completions = np.frombuffer(queues, np.int64, parts * parameters.cq_entries, cq[5])
+        self._cqes = completions.reshape(-1, parts)
         words = entry.itemsize // 8
         self._sqes = np.frombuffer(entries, np.uint64, words * self.depth).reshape(-1, words)
         # Entry i of the index array always names submission entry i.
@@ -190,9 +204,11 @@ class Ring:
         count = len(entries)
         assert self.in_flight + count <= self.depth, "the ring is full"
         at = self._tail & self._sq_mask
-        before_end = min(count, self.depth - at)
-        self._sqes[at : at + before_end] = entries[:before_end]
-        if before_end < count:
+        before_end = self.depth - at
+        if count <= before_end:
+            self._sqes[at : at + count] = entries
+        else:
+            self._sqes[at:] = entries[:before_end]
             self._sqes[: count - before_end] = entries[before_end:]
         self._tail = (self._tail + count) & 0xFFFFFFFF
         self.in_flight += count
@@ -241,20 +257,19 @@ class Ring:
             return
         raise OSError(errno.EAGAIN, "io_uring found no room for requests for a long time")
 
-    def reap(self) -> tuple[Int64Array, Int64Array]:
-        """user_data and result of every completion that is there: int64 [completions] each."""
+    def reap(self) -> Completions:
+        """Every completion that is there."""
         count = (self._cq_tail[0] - self._head) & 0xFFFFFFFF
         at = self._head & self._cq_mask
         if at + count <= self._cq_mask + 1:
-            done = self._cqes[at : at + count]
+            done = self._cqes[at : at + count].copy()
         else:
             done = self._cqes[(at + np.arange(count)) & self._cq_mask]
-        user_data, results = done["user_data"].copy(), done["result"].astype(np.int64)
         # Only now may the kernel write there again.
         self._head = (self._head + count) & 0xFFFFFFFF
         self._cq_head[0] = self._head
         self.in_flight -= count
-        return user_data, results
+        return done
 
     def drain(self) -> None:
         """Wait for everything in flight and drop the results."""

@@ -1,7 +1,7 @@
 """A Device on io_uring: one ring per device, shared by any number of batches.
 
 Invariants:
-- The ring is touched under `_changed` alone, which is never held while waiting for the device; only
+- The ring is touched under `_lock` alone, which is never held while waiting for the device; only
   `_leader` waits, handing over what it pushed on its way, and while there is a leader nobody else
   takes completions.
 - A flight is in `_flights` from its start until none of its requests is in flight or waiting; so
@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
+import numpy as np
+
 from kvtier.errors import ConfigError, DeviceError
 from kvtier.io import ring as ring_module
 from kvtier.io.completion_event import CompletionEvent
@@ -26,7 +28,7 @@ from kvtier.io.engine_limits import DEPTH_MAX
 from kvtier.io.probe import memlock_words
 from kvtier.io.raw_device import RawDevice
 from kvtier.io.rawfile import DirectMode, RawFile, open_raw
-from kvtier.io.ring import Ring
+from kvtier.io.ring import Completions, Ring
 from kvtier.io.ring_arena import RingArena
 from kvtier.io.ring_guard import RingGuard
 from kvtier.io.uring_flight import INDEX_BITS, INDEX_MASK, Flight
@@ -51,7 +53,8 @@ class UringDevice(RawDevice):
         self.registered_reason = "no arena was announced"
         """Why requests do or do not use registered buffers, in words."""
         self._ring = ring
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._flights: dict[int, Flight] = {}
         self._line: WaitingLine[Flight] = WaitingLine()
         self._last_number = 0
@@ -89,7 +92,7 @@ class UringDevice(RawDevice):
 
     def register(self, memory: ByteArray) -> bool:
         """Pin an arena for the kernel. False, with `registered_reason`, where it refuses."""
-        with self._raw.use(), self._changed:
+        with self._raw.use(), self._lock:
             with self._alone:
                 # What is pushed names the arena that was; handed over, it keeps that.
                 self._ring.submit()
@@ -129,7 +132,7 @@ class UringDevice(RawDevice):
         self._raw.refuse()
         self._drive(lambda: not self._flights)
         self._raw.close()
-        with self._changed:
+        with self._lock:
             if not self._ring_closed:
                 self._ring_closed = True
                 self._ring.close()
@@ -144,7 +147,7 @@ class UringDevice(RawDevice):
         # Into and from the page cache the kernel would copy at once, on the thread that submits.
         flags = 0 if waits or self.direct_io else ring_module.ASYNC
         flight = self._new_flight(batch, buffers, priority, flags)
-        with self._changed:
+        with self._lock:
             # Under the same lock: a close that saw no flight must not be followed by one.
             flight.fd = self._raw.acquire()
             self._last_number = (self._last_number + 1) % _NUMBERS
@@ -177,13 +180,13 @@ class UringDevice(RawDevice):
         batch.result()
 
     def _flight_of(self, batch: PendingBatch) -> Flight | None:
-        with self._changed:
+        with self._lock:
             return next((each for each in self._flights.values() if each.batch is batch), None)
 
     @property
     def completion_fd(self) -> int:
         self._raw.ensure_open()
-        with self._changed:
+        with self._lock:
             self._raw.ensure_open()
             try:
                 fd = self._event.fd
@@ -199,7 +202,7 @@ class UringDevice(RawDevice):
 
     def poll(self) -> None:
         self._raw.ensure_open()
-        with self._changed:
+        with self._lock:
             self._raw.ensure_open()
             # First of all: what completes from now on signals anew.
             self._event.clear()
@@ -219,11 +222,12 @@ class UringDevice(RawDevice):
         failure: OSError | None = None
         try:
             while True:
-                with self._changed:
+                with self._lock:
                     if self._leader is me:
                         self._take_completions(failure)
                         failure = None
-                    self._follow(until)
+                    if self._leader is not None:
+                        self._follow(until)
                     if until():
                         self._changed.notify_all()
                         return
@@ -238,7 +242,7 @@ class UringDevice(RawDevice):
                     except OSError as error:
                         failure = error
         except BaseException:
-            with self._changed:
+            with self._lock:
                 if self._leader is me:
                     self._leader = None
                     self._changed.notify_all()
@@ -254,8 +258,6 @@ class UringDevice(RawDevice):
 
     def _follow(self, until: Callable[[], bool]) -> None:
         """Sleep while another one leads."""
-        if self._leader is None:
-            return
         self._followers += 1
         try:
             while self._leader is not None and not until():
@@ -310,15 +312,14 @@ class UringDevice(RawDevice):
 
     def _pump(self) -> None:
         """Push what waits, in its turn, as far as the ring has room for it."""
-        while self._line:
-            flight = self._line.take()
+        while (flight := self._line.first()) is not None:
             room = self._room(flight.priority)
             if room > 0:
                 self._ring.push(flight.take(room))
             if flight.waiting:
-                self._line.add_first(flight, flight.priority)
                 # What waits behind it has no more room than it has.
                 return
+            self._line.take()
 
     def _room(self, priority: Priority) -> int:
         """How many requests of this priority may be pushed now."""
@@ -331,32 +332,37 @@ class UringDevice(RawDevice):
 
     def _reap(self, *, signalled: bool = True) -> None:
         """Book what is complete. signalled: whoever polls looks at the batches right now."""
-        done, results = self._ring.reap()
+        done = self._ring.reap()
         if not len(done):
             return
-        settled = False
-        numbers = done >> INDEX_BITS
-        first = int(numbers[0])
-        if len(self._flights) == 1 or (numbers == first).all():
-            # Also among several flights most completions are those of one.
-            settled = self._account(self._flights[first], done, results)
+        # Also among several flights most completions are those of one.
+        flight = self._flights[int(done[0, 0]) >> INDEX_BITS]
+        indices = done[:, 0] - (flight.number << INDEX_BITS)
+        if not int(np.bitwise_or.reduce(indices)) >> INDEX_BITS:
+            settled = self._account(flight, indices, done[:, 1])
         else:
-            for number in set(numbers.tolist()):
-                own = numbers == number
-                settled |= self._account(self._flights[number], done[own], results[own])
+            settled = self._account_apart(done)
         if settled and not signalled:
             self._event.signal()
 
-    def _account(self, flight: Flight, done: Int64Array, results: Int64Array) -> bool:
+    def _account_apart(self, done: Completions) -> bool:
+        """Book completions of several flights; True if one of them is done."""
+        settled = False
+        numbers = done[:, 0] >> INDEX_BITS
+        for number in set(numbers.tolist()):
+            own = done[numbers == number]
+            settled |= self._account(self._flights[number], own[:, 0] & INDEX_MASK, own[:, 1])
+        return settled
+
+    def _account(self, flight: Flight, done: Int64Array, words: Int64Array) -> bool:
         """Book completions of one flight; True if it is done."""
-        waited = flight.waiting
         block_bytes = self.block_bytes if self.direct_io else 1
-        flight.account(done & INDEX_MASK, results, block_bytes, self._arena)
-        if flight.waiting and not waited:
+        if flight.account(done, words, block_bytes, self._arena):
             self._line.add(flight, flight.priority)
-        if not flight.left:
-            self._settle(flight)
-        return not flight.left
+        if flight.left:
+            return False
+        self._settle(flight)
+        return True
 
     def _settle(self, flight: Flight, crash: DeviceError | None = None) -> None:
         del self._flights[flight.number]
@@ -366,7 +372,7 @@ class UringDevice(RawDevice):
 
     def _abandon(self, flight: Flight) -> None:
         """Begin nothing more of a batch; it is done when what is in flight of it is."""
-        with self._changed:
+        with self._lock:
             if flight.batch.done:
                 return
             with self._alone:

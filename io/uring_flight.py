@@ -15,7 +15,7 @@ from kvtier.errors import DeviceError
 from kvtier.io import ring as ring_module
 from kvtier.io.device import Buffers, Int64Array, PendingBatch, Priority
 from kvtier.io.raw_device import RETRIES_MAX, RETRY_S
-from kvtier.io.ring import Entries, make_entries
+from kvtier.io.ring import Entries, make_entries, results_of
 from kvtier.io.ring_arena import RingArena
 
 INDEX_BITS = 32
@@ -105,19 +105,21 @@ class Flight:
             self._entries, self._next = None, 0
 
     def account(
-        self, done: Int64Array, results: Int64Array, block_bytes: int, arena: RingArena
-    ) -> None:
-        """Book completions; requests that must go on wait again.
+        self, done: Int64Array, words: Int64Array, block_bytes: int, arena: RingArena
+    ) -> bool:
+        """Book completions; requests that must go on wait again. True: some wait, where none did.
 
-        done: indices of requests. results: bytes moved, or -errno. block_bytes: no transfer may
-        end inside a block of this size.
+        done: indices of requests. words: of which `results_of` makes bytes moved, or -errno.
+        block_bytes: no transfer may end inside a block of this size.
         """
-        if (results == self._lengths.take(done)).all():
+        if not np.bitwise_or.reduce(words ^ self._lengths.take(done)):
             # Every request whole at once: nearly always.
-            self._moved[done] = results
+            self._moved[done] = words
             self.left -= len(done)
-        else:
-            self._account_each(done, results, block_bytes, arena)
+            return False
+        waited = self._entries is not None
+        self._account_each(done, results_of(words), block_bytes, arena)
+        return not waited and self._entries is not None
 
     def _account_each(
         self, done: Int64Array, results: Int64Array, block_bytes: int, arena: RingArena

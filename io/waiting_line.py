@@ -29,6 +29,14 @@ class WaitingLine(Generic[Item]):
         self._lines[priority].appendleft(item)
         self._count += 1
 
+    def first(self) -> Item | None:
+        """What comes next, if there is anything; it stays."""
+        if self._count:
+            for line in self._lines:
+                if line:
+                    return line[0]
+        return None
+
     def take(self) -> Item:
         """What comes next. There must be something."""
         self._count -= 1

@@ -18,7 +18,7 @@ def check_paged(
     pool: Tensor,
     frames: Tensor,
     widths: tuple[int, int],
-    valid: Tensor | None,
+    valid: Tensor | int | None,
     visible: Tensor | None,
 ) -> None:
     """Raise ConfigError unless these fit together; see paged_attention for what they take."""
@@ -40,7 +40,13 @@ def check_paged(
     _check_tensor("frames", frames, (None, None), (torch.int64,))
     kv_heads, pages = frames.shape
     _check_heads("frames", q_heads, kv_heads)
-    if valid is not None:
+    if isinstance(valid, int):
+        if not 1 <= valid <= PAGE_TOKENS or not pages:
+            raise ConfigError(
+                f"valid is {valid} slots of the last of {pages} pages; it takes 1 to {PAGE_TOKENS} "
+                "and a page"
+            )
+    elif valid is not None:
         _check_tensor("valid", valid, (kv_heads, None, PAGE_TOKENS), (torch.bool,))
         if valid.shape[1] > pages:
             raise ConfigError(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvtier.errors import KvtierError
     from kvtier.front import open  # noqa: A004
+    from kvtier.tiering.adapters.generation import generate
     from kvtier.tiering.aio import AsyncStore
     from kvtier.tiering.chain import content_tokens
     from kvtier.tiering.config import Config
@@ -34,6 +35,7 @@ __all__ = [
     "Store",
     "StoreStats",
     "content_tokens",
+    "generate",
     "open",
 ]
 
@@ -49,6 +51,7 @@ _HOMES = {
     "Store": ("kvtier.tiering.store", "Store"),
     "StoreStats": ("kvtier.tiering.stats", "StoreStats"),
     "content_tokens": ("kvtier.tiering.chain", "content_tokens"),
+    "generate": ("kvtier.tiering.adapters.generation", "generate"),
     "open": ("kvtier.front", "open"),
 }
 

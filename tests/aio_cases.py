@@ -117,7 +117,7 @@ def hot_is_accounted_for(store: Store) -> bool:
     """Every Frame that HOT has handed out holds a Page."""
     hot = store._residency.hot
     held = int(hot.pages.sum(axis=1) @ store._room.frame_bytes)
-    return held == hot.tier.used_bytes
+    return held + store._room.page_cache.held_bytes == hot.tier.used_bytes
 
 
 def check_at_rest(aio: AsyncStore, path: Path) -> None:

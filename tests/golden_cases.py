@@ -132,8 +132,7 @@ CASES = [
 
 def payload_of(case: Case, layer: int) -> ByteArray:
     payload = np.zeros(case.geometry.payload_bytes(layer, case.tokens), np.uint8)
-    target = torch.from_numpy(payload).view(TORCH_DTYPES[case.geometry.dtype])
-    pack(case.bits(layer, False), case.bits(layer, True), case.order(layer), target)
+    pack(case.bits(layer, False), case.bits(layer, True), case.order(layer), payload)
     return payload
 
 

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from kvtier.kernels.launch_checks import PAGE_TOKENS
 from kvtier.kernels.oracle import attention_oracle
-from kvtier.kernels.paged_attention import (
-    Partial,
-    Workspace,
-    paged_attention,
-)
+from kvtier.kernels.paged_attention import paged_attention
+from kvtier.kernels.running import Partial
+from kvtier.kernels.workspace import Workspace
 
 TOLERANCE = 2e-5
 """Absolute, for the output and the log-sum-exp of inputs with unit variance. The oracle reads the

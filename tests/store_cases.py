@@ -12,12 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.kernels.oracle import attention_oracle
+from kvtier.tiering.clusterer import Placement, UnitKeys
 from kvtier.tiering.config import Config
 from kvtier.tiering.extent_io import Unit
 from kvtier.tiering.fingerprint import Fingerprint
 from kvtier.tiering.geometry import Geometry, LayerGeometry
 from kvtier.tiering.listing import describe
-from kvtier.tiering.packing import TORCH_DTYPES, Placement
+from kvtier.tiering.packing import TORCH_DTYPES
 from kvtier.tiering.page_layout import Order
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.store import Store
@@ -53,8 +54,10 @@ class Shuffled(Placement):
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
 
-    def order(self, keys: torch.Tensor) -> Order | None:
-        heads, tokens, _ = keys.shape
+    def orders(self, units: Listing[UnitKeys]) -> list[Order | None]:
+        return [self._order(*unit.keys.shape[:2]) for unit in units]
+
+    def _order(self, heads: int, tokens: int) -> Order:
         return np.stack([self._random.permutation(tokens) for _ in range(heads)])
 
 

@@ -50,10 +50,13 @@ def test_a_line_goes_by_priority_and_then_by_time() -> None:
     line.add("p", PREFETCH)
     assert len(line) == 6
     assert line.remove(lambda name: name == "w") == ["w"]
+    assert line.first() == "d1"
+    assert len(line) == 5
     assert [line.take() for _ in range(len(line))] == ["d1", "d2", "p", "s0", "s1"]
     line.add("x", WRITE)
     line.clear()
     assert not line
+    assert line.first() is None
 
 
 def start_everything(device: Device) -> list[PendingBatch]:

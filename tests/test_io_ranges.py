@@ -41,6 +41,16 @@ def test_a_gap_is_read_along_with_them() -> None:
     assert merge_ranges(offsets, lengths, 16, 1000).lengths.tolist() == [80]
 
 
+def test_the_smallest_gaps_are_read_along_as_far_as_the_bytes_go() -> None:
+    offsets, lengths = ints(0, 24, 50, 74, 100), ints(20, 20, 20, 20, 20)
+    wanted = {0: [20] * 5, 4: [44, 20, 20, 20], 8: [44, 44, 20], 13: [44, 44, 20], 14: [94, 20]}
+    for most, reads in wanted.items():
+        merged = merge_ranges(offsets, lengths, 100, 1000, most)
+        assert merged.lengths.tolist() == reads
+    assert merge_ranges(offsets, lengths, 4, 1000, 1000).lengths.tolist() == [44, 44, 20]
+    assert merge_ranges(ints(0, 10, 15), ints(10, 10, 10), 5, 99, 0).lengths.tolist() == [25]
+
+
 def test_reads_are_no_longer_than_allowed_unless_one_range_is() -> None:
     offsets = ints(*range(0, 100, 10), 100)
     lengths = ints(*[10] * 10, 500)

@@ -8,13 +8,9 @@ import torch
 
 from kvtier.errors import ConfigError
 from kvtier.kernels.launch_checks import PAGE_TOKENS
-from kvtier.kernels.paged_attention import (
-    Partial,
-    Workspace,
-    dense_causal_attention,
-    merge,
-    paged_attention,
-)
+from kvtier.kernels.paged_attention import dense_causal_attention, merge, paged_attention
+from kvtier.kernels.running import Partial
+from kvtier.kernels.workspace import Workspace
 from tests.kernel_cases import (
     DTYPES,
     Shape,

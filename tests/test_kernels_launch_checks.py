@@ -7,12 +7,9 @@ import pytest
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier.kernels.paged_attention import (
-    Partial,
-    Workspace,
-    dense_causal_attention,
-    paged_attention,
-)
+from kvtier.kernels.paged_attention import dense_causal_attention, paged_attention
+from kvtier.kernels.running import Partial
+from kvtier.kernels.workspace import Workspace
 from tests.kernel_cases import (
     Shape,
     make_case,
@@ -34,6 +31,8 @@ BROKEN: list[Broken] = [
     ("valid", r"valid has shape \[2, 2, 15\]", torch.ones(2, 2, 15, dtype=torch.bool)),
     ("valid", "valid has dtype torch.float32", torch.ones(2, 2, 16)),
     ("valid", "the last 3 pages; frames has 2", torch.ones(2, 3, 16, dtype=torch.bool)),
+    ("valid", "valid is 0 slots of the last of 2 pages; it takes 1 to 16", 0),
+    ("valid", "valid is 17 slots", 17),
     ("visible", r"visible has shape \[1, 3, 2, 16\]", torch.ones(1, 3, 2, 16, dtype=torch.bool)),
     ("scale", "scale is nan", math.nan),
     ("softcap", "softcap is 0.0", 0.0),

@@ -9,10 +9,9 @@ import torch
 
 from kvtier.kernels import paged_attention as kernel
 from kvtier.kernels.launch_checks import PAGE_TOKENS
-from kvtier.kernels.paged_attention import (
-    Workspace,
-    paged_attention,
-)
+from kvtier.kernels.paged_attention import paged_attention
+from kvtier.kernels.running import Partial
+from kvtier.kernels.workspace import VIEWS_MAX, Workspace
 from tests.kernel_cases import (
     ALL,
     DTYPES,
@@ -123,6 +122,98 @@ def test_valid_of_the_last_pages_is_that_of_all(last: int) -> None:
     assert torch.equal(got.lse, want.lse)
 
 
+@pytest.mark.parametrize("lie", ["run", "runs", "scattered", "mixed"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wherever_pages_lie_the_result_is_the_oracles(
+    dtype: torch.dtype, lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several chunks of several spans, with an end within a page; NaN wherever no token is."""
+    monkeypatch.setattr(kernel, "CHUNK_ELEMENTS", 2 * PAGE_TOKENS * 64 * 24)
+    monkeypatch.setattr(kernel, "SPAN_PAGES", 50)
+    monkeypatch.setattr(kernel, "SCORES_MAX", 2 * 8 * PAGE_TOKENS * 50)
+    shape = Shape(2, 7, 64, 64, tokens=131 * PAGE_TOKENS + 5, dtype=dtype)
+    case = make_case(shape, seed=3)
+    pages = case.frames.shape[1]
+    random = torch.Generator().manual_seed(1)
+    by_page = torch.arange(2 * pages).view(-1, 2, 33).transpose(0, 1).reshape(2, -1)
+    frames = {
+        "run": torch.arange(2 * pages).view(2, pages),
+        "runs": by_page,
+        "scattered": torch.randperm(2 * pages, generator=random).view(2, pages),
+        "mixed": torch.cat([by_page[:, :70], by_page[:, 70:].flip(1)], 1),
+    }[lie]
+    pool = torch.full((2 * pages + 3, case.pool.shape[1]), math.nan).to(dtype)
+    pool[frames.reshape(-1)] = case.pool[case.frames.reshape(-1)]
+
+    def run(workspace: Workspace, valid: torch.Tensor | int = 5) -> Partial:
+        return paged_attention(
+            case.query, pool, frames, (64, 64), valid, scale=case.scale, workspace=workspace
+        )
+
+    want = oracle(case.query, case.keys, case.values, ALL, case.scale)
+    got = run(poisoned_workspace(run))
+    assert_close(got, want)
+    assert_close(run(poisoned_workspace(run), case.valid), want)
+
+
+@pytest.mark.parametrize("last", range(1, 17))
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_number_of_slots_is_as_good_as_marks(last: int, queries: int) -> None:
+    case = make_case(Shape(2, 3, 64, 80, tokens=160 + last, queries=queries), seed=last)
+    seen = torch.rand(queries, 1, 11, PAGE_TOKENS, generator=torch.Generator().manual_seed(1)) < 0.8
+    for visible in (None, seen):
+        want = case.run(visible=visible)
+        got = paged_attention(
+            case.query,
+            case.pool,
+            case.frames,
+            case.widths,
+            last,
+            scale=case.scale,
+            workspace=Workspace(),
+            visible=visible,
+        )
+        assert_close(got, Partial(want.out.double(), want.lse.double()), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [0, 500])
+def test_the_result_comes_in_the_dtype_that_is_asked_for(dtype: torch.dtype, tokens: int) -> None:
+    case = make_case(Shape(2, 7, 64, 64, tokens=500, queries=2, dtype=dtype), seed=6)
+    pages = -(-tokens // PAGE_TOKENS)
+
+    def run(out_dtype: torch.dtype) -> Partial:
+        return paged_attention(
+            case.query,
+            case.pool,
+            case.frames[:, :pages],
+            case.widths,
+            case.valid[:, :pages],
+            scale=case.scale,
+            workspace=Workspace(),
+            out_dtype=out_dtype,
+        )
+
+    got, exact = run(dtype), run(torch.float32)
+    assert got.out.dtype == dtype
+    assert torch.equal(got.out, exact.out.to(dtype))
+    assert torch.equal(got.lse, exact.lse)
+
+
+@pytest.mark.parametrize("group", range(1, 10))
+def test_rows_that_make_up_a_number_touch_no_result(group: int) -> None:
+    """One workspace for all: what an earlier call left in such rows is NaN or another's."""
+    workspace = Workspace()
+    for queries in (1, 2, 3):
+        case = make_case(Shape(2, group, 64, 64, tokens=60, queries=queries), seed=group)
+        case.run(workspace)
+        for buffer in workspace.buffers:
+            if buffer.dtype.is_floating_point:
+                buffer.fill_(math.nan)
+        want = oracle(case.query, case.keys, case.values, ALL, case.scale)
+        assert_close(case.run(workspace), want)
+
+
 @pytest.mark.parametrize("pages", [0, 130])
 def test_nothing_visible_at_all_is_zero(pages: int) -> None:
     """A105."""
@@ -190,12 +281,12 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_many_kv_heads_stay_inside_the_stated_bytes() -> None:
-    case = make_case(Shape(64, 1, 8, 8, tokens=640), seed=4)
+    case = make_case(Shape(64, 1, 16, 16, tokens=640), seed=4)
     workspace = Workspace()
     got = case.run(workspace)
     assert_close(got, oracle(case.query, case.keys, case.values, ALL, case.scale))
     sizes = sorted(buffer.numel() for buffer in workspace.buffers)
-    assert sizes[-1] <= 16 * kernel.CHUNK_PAGES_ALL_HEADS * 8
+    assert sizes[-1] <= kernel.CHUNK_ELEMENTS
 
 
 def test_a_result_survives_the_next_call() -> None:
@@ -232,6 +323,15 @@ def largest_allocation_bytes(call: Callable[[], object]) -> int:
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         call()
     return max(int(event.self_cpu_memory_usage) for event in profile.events())
+
+
+def test_a_workspace_keeps_few_views() -> None:
+    """A context that grows makes new ones with every token."""
+    workspace = Workspace()
+    for tokens in range(1, 3 * VIEWS_MAX):
+        make_case(Shape(1, tokens % 40 + 1, 8, 8, tokens=tokens), seed=tokens).run(workspace)
+        assert len(workspace._spans) <= VIEWS_MAX
+        assert len(workspace._rows) <= VIEWS_MAX
 
 
 def test_a_growing_context_reallocates_rarely() -> None:

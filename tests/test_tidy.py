@@ -33,6 +33,7 @@ PUBLIC_NAMES = {
     "Store",
     "StoreStats",
     "content_tokens",
+    "generate",
     "open",
 }
 UNSAFE_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}

@@ -8,6 +8,7 @@ the field would become unreadable.
 import hashlib
 import json
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -20,13 +21,14 @@ from kvtier.io.extent import Extent
 from kvtier.io.superblock import DATA_START, Superblock
 from kvtier.tiering import extent_format
 from kvtier.tiering.chain import chain_digest
+from kvtier.tiering.clusterer import Placement, UnitKeys
 from kvtier.tiering.drive_space import DriveSpace
 from kvtier.tiering.extent_io import ExtentIO, Owner, Unit
 from kvtier.tiering.extent_writer import ExtentWriter, UnitWrite
 from kvtier.tiering.fingerprint import Provenance
 from kvtier.tiering.frames import MemoryTier
 from kvtier.tiering.geometry import PAGE_TOKENS
-from kvtier.tiering.packing import TORCH_DTYPES, Placement, gather, scatter
+from kvtier.tiering.packing import TORCH_DTYPES, gather, scatter
 from kvtier.tiering.page_layout import Order, PageLayout
 from kvtier.tiering.residency import Residency
 from kvtier.tiering.segment import Segment, SegmentView
@@ -258,8 +260,8 @@ class FixedOrder(Placement):
     def __init__(self, case: Case) -> None:
         self.case = case
 
-    def order(self, keys: torch.Tensor) -> Order | None:
-        return self.case.order(0)
+    def orders(self, units: Sequence[UnitKeys]) -> list[Order | None]:
+        return [self.case.order(0)] * len(units)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -41,10 +41,12 @@ def table_of(store: Store, sequence: Sequence, layer: int, *, kept: bool) -> Pla
 def rows_of(store: Store, table: Placed, layer: int) -> list[list[bytes]]:
     """For each kv head the bytes of every token that the table shows, sorted."""
     shape = store.geometry.layers[layer]
-    keys, values = store._residency.hot.tier.token_rows(layer)
+    keys, values = (part.bits for part in store._residency.hot.tier.token_rows(layer).parts)
     heads, pages = table.frames.shape
     shown = np.ones((heads, pages, PAGE_TOKENS), np.bool_)
-    if table.valid is not None:
+    if isinstance(table.valid, int):
+        shown[:, -1, table.valid :] = False
+    elif table.valid is not None:
         shown[:, pages - table.valid.shape[1] :] = table.valid.numpy()
     assert heads == shape.kv_heads
     return [
@@ -82,9 +84,10 @@ def check_tables(store: Store, kv: KV, sequence: Sequence, tokens: list[int]) ->
             continue
         found += 1
         assert torch.equal(kept.frames, anew.frames)
-        assert (kept.valid is None) == (anew.valid is None)
-        if kept.valid is not None and anew.valid is not None:
+        if isinstance(kept.valid, torch.Tensor) and isinstance(anew.valid, torch.Tensor):
             assert torch.equal(kept.valid, anew.valid)
+        else:
+            assert kept.valid == anew.valid
         assert rows_of(store, kept, layer) == expected_rows(kv, tokens, layer)
     return found
 
@@ -223,3 +226,91 @@ def test_every_frame_of_a_table_is_one_that_is_held(tmp_path: Path) -> None:
             held = store._residency.hot.frames[layer]
             taken = held[held != NO_FRAME]
             assert set(table.frames.reshape(-1).tolist()) == set(taken.tolist())
+
+
+def test_who_comes_back_finds_the_tables_of_before(tmp_path: Path) -> None:
+    """Of the same views: a Sequence that ends elsewhere has its own, and so has a second one."""
+    kv, tokens = KV(PLAIN), some_tokens(1200, 3)
+    with open_store(tmp_path) as store:
+        put(store, kv, "n", tokens)
+        first = store.resume(tokens)
+        check_everywhere(store, kv, first, tokens)
+        before = dict(first.table.placed)
+        assert sorted(before) == [0, 1]
+        store.release(first)
+        assert not first.table.placed
+        shorter = store.resume(tokens[:700])
+        assert not shorter.table.placed
+        again, beside = store.resume(tokens), store.resume(tokens, lazily=True)
+        assert again.table.placed == before
+        assert not beside.table.placed
+        for each, its_tokens in ((again, tokens), (beside, tokens), (shorter, tokens[:700])):
+            check_everywhere(store, kv, each, its_tokens)
+            assert check_tables(store, kv, each, its_tokens) == 2
+        assert all(again.table.placed[layer] is before[layer] for layer in before)
+
+
+def test_what_others_drop_costs_no_table(tmp_path: Path) -> None:
+    """A table holds until a unit of its own leaves HOT."""
+    kv, one, other = KV(PLAIN), some_tokens(600, 1), some_tokens(600, 2)
+    with open_store(tmp_path) as store:
+        put(store, kv, "one", one)
+        put(store, kv, "other", other)
+        first, second = store.resume(one), store.resume(other)
+        check_everywhere(store, kv, first, one)
+        check_everywhere(store, kv, second, other)
+        before = dict(first.table.placed)
+        hot = store._residency.hot
+        for layer in range(2):
+            hot.drop(layer, second.views[0].segment.slot)
+        check_everywhere(store, kv, first, one)
+        assert all(first.table.placed[layer] is before[layer] for layer in before)
+        hot.drop(0, first.views[1].segment.slot)
+        check_everywhere(store, kv, first, one)
+        assert 0 not in first.table.placed, "it was read again, group by group"
+        check_everywhere(store, kv, first, one)
+        assert first.table.placed[0] is not before[0]
+        assert first.table.placed[1] is before[1]
+
+
+def test_kept_tables_of_a_segment_that_got_another_slot(tmp_path: Path) -> None:
+    """What lies under its old slot by now is somebody else's."""
+    kv, one, other = KV(PLAIN), some_tokens(600, 1), some_tokens(600, 2)
+    with open_store(tmp_path) as store:
+        put(store, kv, "one", one)
+        sequence = store.resume(one)
+        check_everywhere(store, kv, sequence, one)
+        segments = [view.segment for view in sequence.views]
+        before = [each.slot for each in segments]
+        store.release(sequence)
+        for each in segments:
+            for layer in range(2):
+                store._residency.hot.drop(layer, each.slot)
+        store._registry.forget_unused()
+        put(store, kv, "other", other)
+        second = store.resume(other)
+        check_everywhere(store, kv, second, other)
+        assert set(before) & {view.segment.slot for view in second.views}
+        again = store.resume(one)
+        assert [each.slot for each in segments] != before
+        check_everywhere(store, kv, again, one)
+        assert check_tables(store, kv, again, one) == 2
+
+
+def test_kept_tables_take_bounded_memory(tmp_path: Path) -> None:
+    """The one that was used longest ago goes first."""
+    kv, contexts = KV(PLAIN), [some_tokens(600, seed) for seed in range(6)]
+    with open_store(tmp_path) as store:
+        tables = store._restorer.tables
+        for number, tokens in enumerate(contexts):
+            put(store, kv, f"n{number}", tokens)
+            sequence = store.resume(tokens)
+            check_everywhere(store, kv, sequence, tokens)
+            if not number:
+                size = sum(each.array.nbytes for each in sequence.table.placed.values())
+                tables._bytes_max = 3 * size
+            store.release(sequence)
+            assert 0 < tables.nbytes <= 3 * size
+        found = [bool(store.resume(tokens).table.placed) for tokens in contexts]
+        assert found == [False] * 3 + [True] * 3
+        assert tables.nbytes == 0

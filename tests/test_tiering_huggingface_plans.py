@@ -16,6 +16,7 @@ from kvtier.tiering.adapters.huggingface import TieredCache
 from kvtier.tiering.back_loader import BackLoader, State
 from kvtier.tiering.planner import Costs, LoadCost, PrefillCost
 from kvtier.tiering.segment import SegmentView
+from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.store import Store
 from tests.hole_cases import damage, lose
 from tests.hole_cases import rows as rows_of
@@ -66,8 +67,10 @@ class Opened:
 
         patch.setattr(self.store.costs, "note_pass", note_pass)
 
-    def cost(self, bytes_per_s: float, prefill: PrefillCost | None = KNOWN) -> None:
-        costs = Costs(LoadCost(0.0, bytes_per_s), prefill)
+    def cost(
+        self, bytes_per_s: float, prefill: PrefillCost | None = KNOWN, *, is_stale: bool = False
+    ) -> None:
+        costs = Costs(LoadCost(0.0, bytes_per_s), prefill, is_stale)
         self._patch.setattr(self.store.costs, "costs", lambda: costs)
 
     def empty_hot(self) -> None:
@@ -328,6 +331,34 @@ def test_passes_and_loads_are_measured(opened: Opened, answer: tuple[torch.Tenso
     opened.check(answer, plan="load")
     assert not costs().is_stale
     assert costs().load != known.load
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_stale", "lazily"),
+    [(0.3, False, True), (1e-6, True, True), (0.3, True, False)],
+)
+def test_only_a_rate_that_matters_is_worth_a_load_as_a_whole(
+    opened: Opened,
+    answer: tuple[torch.Tensor, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    is_stale: bool,
+    lazily: bool,
+) -> None:
+    """A drive not seen for long loads layer by layer, unless the next choice hangs on its rate."""
+    nbytes = sum(each.nbytes for each in opened.store._registry.committed.values())
+    # To compute all of it takes 2.7 s.
+    opened.cost(nbytes / seconds, PrefillCost(0.0, 1e-3, 0.0), is_stale=is_stale)
+    genuine = opened.store.resume
+    asked: list[bool] = []
+
+    def resume(tokens: object, *, lazily: bool) -> Sequence:
+        asked.append(lazily)
+        return genuine(tokens, lazily=lazily)
+
+    monkeypatch.setattr(opened.store, "resume", resume)
+    assert opened.check(answer) == TOKENS - 1
+    assert asked == [lazily]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Packing: Pages as bytes, against a model that places one token at a time."""
 
 from dataclasses import dataclass
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from kvtier.tiering.extent_format import DIRECTORY_ENTRY, NO_POSITION
 from kvtier.tiering.geometry import PAGE_TOKENS, LayerGeometry, pages_of
 from kvtier.tiering.packing import (
     TORCH_DTYPES,
-    PositionOrder,
     as_tensor,
     gather,
     pack,
@@ -84,9 +84,9 @@ def naive_payload(rows: Rows) -> bytes:
 
 
 def packed(rows: Rows) -> torch.Tensor:
-    target = torch.full((rows.keys.numel() + rows.values.numel(),), 7, dtype=rows.keys.dtype)
+    target = np.full((rows.keys.numel() + rows.values.numel()) * rows.keys.itemsize, 7, np.uint8)
     pack(rows.keys, rows.values, rows.order, target)
-    return target
+    return torch.from_numpy(target).view(rows.keys.dtype)
 
 
 @pytest.mark.parametrize(("shape", "tokens", "dtype", "ordered"), CASES)
@@ -95,6 +95,21 @@ def test_pack_places_every_token(
 ) -> None:
     rows = rows_of(shape, tokens, dtype, ordered)
     assert raw(packed(rows)) == naive_payload(rows)
+
+
+@pytest.mark.parametrize("tokens", COUNTS)
+@pytest.mark.parametrize("axes", list(permutations(range(3))))
+def test_pack_takes_rows_that_lie_otherwise_in_memory(tokens: int, axes: tuple[int, ...]) -> None:
+    """Cut out of more tokens, or with the axes in another order, or one head for all."""
+    rows = rows_of(LayerGeometry(3, 8, 8), tokens + 4, "bfloat16", True)
+    inverse = [axes.index(axis) for axis in range(3)]
+    keys, values = (
+        each.permute(axes).contiguous().permute(inverse)[:, 3 : 3 + tokens]
+        for each in (rows.keys, rows.values)
+    )
+    assert raw(packed(Rows(keys, values, None))) == naive_payload(Rows(keys, values, None))
+    one = Rows(keys[:1].expand(3, -1, -1), values, None)
+    assert raw(packed(one)) == naive_payload(one)
 
 
 @pytest.mark.parametrize(("shape", "tokens", "dtype", "ordered"), CASES)
@@ -190,7 +205,3 @@ def test_a_usual_tensor_is_taken_as_it_is() -> None:
     """Each layer of each step of a decode hands some in."""
     rows = torch.zeros(2, 1, 8)
     assert as_tensor(rows) is rows
-
-
-def test_position_order_reorders_nothing() -> None:
-    assert PositionOrder().order(torch.zeros(2, 37, 8)) is None

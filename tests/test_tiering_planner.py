@@ -16,6 +16,7 @@ from kvtier.tiering import costs as measured
 from kvtier.tiering.costs import BYTES_PER_S_START, CostMeter
 from kvtier.tiering.planner import (
     BESIDE,
+    DOUBT,
     MARGIN,
     Context,
     Costs,
@@ -372,3 +373,16 @@ def test_a_pipe_or_a_file_without_end_is_not_read(
     path.write_text(f"{path.read_text()}{' ' * 1000}")
     CostMeter.start().restore(path, "a")
     assert "more than 1000 bytes" in caplog.text
+
+
+@pytest.mark.parametrize(("rate", "wanted"), [(1e11, False), (2e6 * DOUBT, True)])
+def test_a_rate_is_wanted_where_the_choice_hangs_on_it(rate: float, wanted: bool) -> None:
+    """Far from any other choice, what is loaded need not be loaded as a whole to be timed."""
+    prefill, context = PrefillCost(1e-3, 1e-3, 0), Context(20_001, ((0, 20_000),), TOKEN_BYTES)
+    costs = Costs(LoadCost(1e-3, rate), prefill, is_stale=True)
+    for way in (None, "load"):
+        made = plan(costs, context, way=way)
+        assert (made.way, made.wants_rate) == ("load", wanted)
+    assert not plan(Costs(costs.load, prefill), context).wants_rate, "it is known"
+    assert plan(Costs(costs.load, None, is_stale=True), context).wants_rate, "nothing is known"
+    assert not plan(costs, context, way="recompute").wants_rate

@@ -42,6 +42,13 @@ def rows(heads: int, tokens: int, width: int, dtype: torch.dtype = torch.float32
     return torch.zeros(heads, tokens, width, dtype=dtype)
 
 
+def without_memory(heads: int, tokens: int, width: int) -> torch.Tensor:
+    """As those of models that give their weights' memory back between steps."""
+    given = rows(heads, tokens, width)
+    given.untyped_storage().resize_(0)
+    return given
+
+
 GOOD = rows(2, 5, 8)
 BAD_ROWS: dict[str, tuple[object, object, str]] = {
     "keys heads": (rows(1, 5, 8), GOOD, r"keys.*\[2, tokens, 8\].*got \[1, 5, 8\]"),
@@ -61,6 +68,8 @@ BAD_ROWS: dict[str, tuple[object, object, str]] = {
     "sparse values": (GOOD, GOOD.to_sparse(), r"got Tensor of layout torch\.sparse_coo"),
     "another library's": (GOOD.to_mkldnn(), GOOD, r"got Tensor of layout torch\._mkldnn"),
     "not in memory": (torch.empty(2, 5, 8, device="meta"), GOOD, r"host memory.*on meta"),
+    "memory given back": (GOOD, without_memory(2, 5, 8), "values of layer 0 .* without memory"),
+    "one token": (without_memory(2, 1, 8), rows(2, 1, 8), "keys of layer 0 .* without memory"),
 }
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from kvtier.io.probe import Engine
+from kvtier.tiering.clusterer import Placement
 from kvtier.tiering.config import Config
 from kvtier.tiering.geometry import SEGMENT_TOKENS
-from kvtier.tiering.packing import Placement
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.store import Store
 from kvtier.tiering.writer import hot_bytes_min

@@ -12,15 +12,17 @@ Invariants:
 
 from collections.abc import Iterable
 
-from kvtier.errors import ClosedError, DeviceError, FormatError
+from kvtier.errors import ClosedError, DeviceError
 from kvtier.io.buffers import BufferPool
 from kvtier.io.device import Priority
+from kvtier.tiering.cargo import Cargo
 from kvtier.tiering.extent_io import Unit, bounce_bytes
-from kvtier.tiering.flight import Flight, Flights, Flying
+from kvtier.tiering.flight import Flight, Flights
 from kvtier.tiering.residency import SlotArray
 from kvtier.tiering.room import Room
 from kvtier.tiering.segment import Segment
 from kvtier.tiering.steps import Steps, run
+from kvtier.tiering.units import Units
 
 AIR_BYTES_MAX = 32 << 20
 """Bytes on their way ahead at once: what a fast drive reads while a layer is computed."""
@@ -50,7 +52,8 @@ class ReadAhead:
         self._nothing_idle_in = -1
         """The pass in which HOT had nothing idle left."""
         self._air: list[Flight] = []
-        self._coming: dict[Key, Flying] = {}
+        self._coming: dict[Key, tuple[Flight, int]] = {}
+        """The flight that brings a unit, and its number there."""
         self._landed: dict[Key, Unit] = {}
 
     @property
@@ -115,10 +118,12 @@ class ReadAhead:
         flight = Flight(self.extents)
         self._air.append(flight)
         try:
-            self.flights.add(flight, units)
+            self.flights.add(flight, Units.of(units))
             self.air_bytes += nbytes
             self.pages += sum(map(self._pages, units))
-            self._coming.update({_key(each.unit): each for each in flight.flying})
+            for cargo in flight.cargo:
+                for index, key in cargo.indexed():
+                    self._coming[key] = flight, cargo.first + index
             if flight.bounce_bytes:
                 piece = self.buffers.take(flight.bounce_bytes)
                 if piece is None:
@@ -162,10 +167,11 @@ class ReadAhead:
         """Bring into HOT what is on its way of these units."""
         if not self._coming:
             return
-        wanted = {self._coming.get(_key(unit)) for unit in units}
+        found = [self._coming.get(_key(unit)) for unit in units]
+        wanted = {each[0] for each in found if each is not None}
         for flight in list(self._air):
             # Others may land it between the steps of this.
-            if flight in self._air and any(each in wanted for each in flight.flying):
+            if flight in self._air and flight in wanted:
                 yield from self._land(flight)
 
     def _land(self, flight: Flight) -> Steps[None]:
@@ -173,33 +179,37 @@ class ReadAhead:
         self._air.remove(flight)
         try:
             failed = yield from flight.landing()
-            self._keep(flight, [e for e in flight.flying if e not in failed and self._is_sound(e)])
+            for cargo in flight.cargo:
+                self._keep(flight, cargo, [each - cargo.first for each in failed])
         except (DeviceError, ClosedError):
             # Nobody has asked for it yet.
             return
         finally:
             self._drop(flight)
 
-    def _is_sound(self, flying: Flying) -> bool:
-        """Whether a unit that landed is still to come into HOT, and is what it should be."""
-        if self._coming.get(_key(flying.unit)) is not flying or self.flights.is_hot(flying.unit):
-            return False
-        try:
-            self.flights.check(flying)
-        except FormatError:
-            return False
-        return True
+    def _keep(self, flight: Flight, cargo: Cargo, failed: list[int]) -> None:
+        """Check what was read, and have in HOT, under a lease, what is still to come and sound."""
+        there = self.residency.hot.pages[cargo.units.layers, cargo.units.slots] > 0
+        left = [each for each in self._still_coming(flight, cargo) if not there[each]]
+        left = [each for each in left if each not in failed]
+        while damaged := self.flights.check(flight, cargo, left):
+            left = left[left.index(damaged[0]) + 1 :]
+        sound = cargo.sound
+        self.flights.arrive(flight)
+        for index in sound:
+            unit = cargo.units[index]
+            del self._coming[_key(unit)]
+            self.residency.leases[_key(unit)] += 1
+            self._landed[_key(unit)] = unit
+            self.air_bytes -= self.flights.unit_bytes(unit)
+            self._landed_bytes += self.flights.unit_bytes(unit)
 
-    def _keep(self, flight: Flight, sound: list[Flying]) -> None:
-        """Have these in HOT, under a lease."""
-        self.flights.arrive(flight, sound)
-        for each in sound:
-            key = _key(each.unit)
-            del self._coming[key]
-            self.residency.leases[key] += 1
-            self._landed[key] = each.unit
-            self.air_bytes -= each.shape.frames_bytes
-            self._landed_bytes += each.shape.frames_bytes
+    def _still_coming(self, flight: Flight, cargo: Cargo) -> list[int]:
+        """Which of the units are to come with this flight: a Segment may have been forgotten."""
+        coming, first = self._coming, cargo.first
+        return [
+            index for index, key in cargo.indexed() if coming.get(key) == (flight, first + index)
+        ]
 
     def used(self, layers: SlotArray, slots: SlotArray) -> None:
         """Somebody uses these units now, or will see to them."""
@@ -219,11 +229,11 @@ class ReadAhead:
         """Give up what is left of a flight."""
         if flight in self._air:
             self._air.remove(flight)
-        for each in flight.flying:
-            self.air_bytes -= each.shape.frames_bytes
-            self.pages_in_vain += each.shape.frames
-            if self._coming.get(_key(each.unit)) is each:
-                del self._coming[_key(each.unit)]
+        for cargo in flight.cargo:
+            self.air_bytes -= int(cargo.sizes.frames_bytes[cargo.held].sum())
+            self.pages_in_vain += int(cargo.sizes.frames[cargo.held].sum())
+            for index in self._still_coming(flight, cargo):
+                del self._coming[_key(cargo.units[index])]
         self.flights.give_up(flight)
 
     def give_up(self) -> None:
@@ -244,7 +254,7 @@ class ReadAhead:
             # What lands of it goes no further.
             self._coming.pop(key, None)
         for flight in list(self._air):
-            if not any(self._coming.get(_key(each.unit)) is each for each in flight.flying):
+            if not any(self._still_coming(flight, cargo) for cargo in flight.cargo):
                 self._drop(flight)
 
 

@@ -91,7 +91,7 @@ class RowChecker:
         """layers: of the model that the rows belong to, if they all belong to one."""
         self._layers = layers
         self._sound: dict[int, _Sound] = {}
-        self._places: set[tuple[int | None, int, int, bytes]] = set()
+        self._places: set[tuple[int | None, int, int, str, bytes]] = set()
 
     @property
     def sound(self) -> list[SegmentRow]:
@@ -124,7 +124,8 @@ class RowChecker:
             parent = self._sound.get(row.parent_id)
             if parent is None or parent.row.fingerprint_id != row.fingerprint_id:
                 return f"its parent {row.parent_id} is missing"
-            if parent.row.provenance != row.provenance:
+            before_it = Provenance.parse(parent.row.provenance)
+            if not Provenance.parse(row.provenance).may_follow(before_it):
                 return f"its parent {row.parent_id} has another provenance"
             if not 0 < row.parent_limit <= parent.row.token_count:
                 return f"it begins outside its parent {row.parent_id}"
@@ -137,7 +138,13 @@ class RowChecker:
         after = before.then(row.tokens)
         if (before.digest, after.digest) != (row.start_digest, row.end_digest):
             return "its digests are not those of its tokens"
-        place = (row.parent_id, row.parent_limit, row.fingerprint_id, row.tokens)
+        place = (
+            row.parent_id,
+            row.parent_limit,
+            row.fingerprint_id,
+            row.provenance,
+            row.tokens,
+        )
         if place in self._places and not row.quarantined:
             return "another segment holds the same tokens at the same position"
         if not row.quarantined:

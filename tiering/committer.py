@@ -149,7 +149,8 @@ class Committer:
                 break
             self._name(sequence, place, stored)
             index = self.registry.index(segment.provenance)
-            known = index.find(self._place(segment, taken), segment.named_tokens)
+            where = self._place(segment, taken)
+            known = index.find(where, segment.named_tokens, segment.provenance)
             if known is None:
                 fresh.append(segment)
                 self._take_place(segment, taken)
@@ -271,7 +272,8 @@ class Committer:
     def _lost_twins(self, segment: Segment, taken: dict[Segment, Segment]) -> list[Segment]:
         """Lost Segments of the same tokens at the same place."""
         index = self.registry.index(segment.provenance)
-        return index.find_lost(self._place(segment, taken), segment.named_tokens)
+        where = self._place(segment, taken)
+        return index.find_lost(where, segment.named_tokens, segment.provenance)
 
     def _places_taken(self, fresh: list[Segment]) -> dict[Segment, Segment]:
         """What takes the place of a lost Segment, and of which."""

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import get_args
+from typing import Literal, get_args
 
 from kvtier.errors import ConfigError
 from kvtier.io.alignment import GRID_BYTES, align_down
@@ -24,6 +24,9 @@ UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
+
+SKETCH_BITS = (2, 3, 4)
+PlacementName = Literal["position", "keys"]
 
 BYTES_MAX = 2**63 - 1
 """Largest size or offset that the kernel takes."""
@@ -64,6 +67,11 @@ class Config:
     force: format a region even though it carries something else. Never one that is mounted.
     hold_limit: bytes of the region that holds may keep from eviction; None: half of it.
     discard: tell the device which space is free (TRIM) after Segments were removed.
+    placement: in which order a segment's tokens are written: that of their "position", or by their
+        "keys", similar ones together, so that sparse attention reads less. What is stored already
+        stays as it is, and either can be read.
+    sketch_bits: of each key that is kept in memory for sparse attention: 2, 3 or 4 bits of every
+        element, or 0: of each page the mean key and value alone, for a third of the memory.
     calibrate: with engine "auto", use what was measured of the device, and measure it, for about a
         second, at the first opening that finds 64 MiB stored on it.
     """
@@ -76,6 +84,8 @@ class Config:
     force: bool = False
     hold_limit: int | str | None = None
     discard: bool = False
+    placement: PlacementName = "position"
+    sketch_bits: int = 3
     calibrate: bool = True
 
     def __post_init__(self) -> None:
@@ -84,6 +94,10 @@ class Config:
         if self.hold_limit is not None:
             parse_bytes(self.hold_limit, "hold_limit")
         self._check_paths()
+        if self.placement not in get_args(PlacementName):
+            raise ConfigError(f"placement must be position or keys: got {self.placement!r}")
+        if self.sketch_bits not in (0, *SKETCH_BITS):
+            raise ConfigError(f"sketch_bits must be 0, 2, 3 or 4: got {self.sketch_bits!r}")
         if self.region_bytes is not None and self.region_bytes < REGION_BYTES_MIN:
             raise ConfigError(
                 f"region must be at least {REGION_BYTES_MIN} bytes, or a path with a '/' in it: "

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvtier.io.calibration_file import RATE_RANGE, Calibration
 from kvtier.io.small_file import number_within, read_small, replace_file
-from kvtier.tiering.planner import Costs, LoadCost, PrefillCost
+from kvtier.tiering.planner import DOUBT, Costs, LoadCost, PrefillCost
 
 _log = logging.getLogger("kvtier")
 
@@ -50,19 +50,31 @@ compute with."""
 
 
 class DriveFlow:
-    """How fast the drive brings what is read in batches that overlap: told of each that was waited
-    for, since then the drive was the slower part. Callers hold the store's lock."""
+    """How fast the drive brings what is read in batches that overlap. What was waited for tells its
+    rate, since then the drive was the slower part; what was there when somebody looked tells at
+    least how slow it is not. Callers hold the store's lock."""
 
     def __init__(self) -> None:
         self.tell: Callable[[int, float], None] = _nobody
         """Gets bytes, and the seconds that the drive was busy with them."""
+        self.tell_at_most: Callable[[int, float], None] = _nobody
+        """Gets bytes, and seconds in which they came, maybe long before the last of these."""
         self._landed_at = 0.0
         self._bytes = 0
         self._seconds = 0.0
+        self._busy_since = 0.0
+        self._busy_bytes = 0
+        """What landed since then, with always something on its way."""
 
     def landed(self, nbytes: int, began: float, *, waited: bool) -> None:
         """A batch that began at a time of time.monotonic() is there."""
         now = time.monotonic()
+        if began >= self._landed_at:
+            self._busy_since, self._busy_bytes = began, 0
+        self._busy_since = min(self._busy_since, began)
+        self._busy_bytes += nbytes
+        if not waited and self._busy_bytes >= LOAD_BYTES_MIN:
+            self.tell_at_most(self._busy_bytes, now - self._busy_since)
         if waited:
             # Before the last one landed, the drive was busy with that.
             self._bytes += nbytes
@@ -84,6 +96,8 @@ class CostMeter:
         self._load = load
         self._clock = clock
         self._loaded_at: float | None = None
+        self._confirmed_at = -math.inf
+        """When a load showed last that the rate is about what is known, or more."""
         self._passes: dict[int, deque[tuple[int, float, float]]] = {}
         """Per class: (tokens, pairs, seconds)."""
         self._prefill: PrefillCost | None = None
@@ -107,8 +121,9 @@ class CostMeter:
         return Costs(self._load, self._prefill, self._age_s() > STALE_S)
 
     def _age_s(self) -> float:
-        """How long ago a load was measured."""
-        return math.inf if self._loaded_at is None else self._clock() - self._loaded_at
+        """How long ago the rate was measured, or confirmed."""
+        loaded_at = -math.inf if self._loaded_at is None else self._loaded_at
+        return float(self._clock() - max(loaded_at, self._confirmed_at))
 
     def note_load(self, nbytes: int, seconds: float) -> None:
         """So many bytes were brought from the drive into HOT, checks and all."""
@@ -122,6 +137,16 @@ class CostMeter:
         self._load = LoadCost(self._load.latency_s, rate)
         self._loaded_at = self._clock()
         self._changed = True
+
+    def note_load_at_most(self, nbytes: int, seconds: float) -> None:
+        """So many bytes were brought from the drive within this time, in a part of it maybe."""
+        if nbytes < LOAD_BYTES_MIN or seconds <= 0:
+            return
+        if nbytes / seconds >= self._load.bytes_per_s:
+            self.note_load(nbytes, seconds)
+        elif nbytes / seconds >= self._load.bytes_per_s / DOUBT:
+            # No plan hangs on a smaller difference while this is new.
+            self._confirmed_at = self._clock()
 
     def note_pass(self, tokens: int, position: int, seconds: float) -> None:
         """A forward pass of so many tokens, the first one at this position, took so long."""
@@ -169,7 +194,9 @@ class CostMeter:
             "machine": _machine(),
             "latency_s": self._load.latency_s,
             "bytes_per_s": self._load.bytes_per_s,
-            "loaded": None if self._loaded_at is None else time.time() - self._age_s(),
+            "loaded": None
+            if self._loaded_at is None
+            else time.time() - (self._clock() - self._loaded_at),
             "passes": [list(each) for kept in self._passes.values() for each in kept],
         }
         try:

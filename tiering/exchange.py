@@ -25,7 +25,8 @@ from kvtier.tiering.chain import TOKEN_MAX, Tokens
 from kvtier.tiering.exchange_format import ExportFile, Head, TensorPlace, writing
 from kvtier.tiering.listing import utc_text
 from kvtier.tiering.packing import TORCH_DTYPES
-from kvtier.tiering.store import Store, require_name
+from kvtier.tiering.record_format import require_name
+from kvtier.tiering.store import Store
 from kvtier.tiering.store_files import SETTINGS
 
 

@@ -10,7 +10,7 @@ Invariants:
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,9 +99,13 @@ def extent_bytes(geometry: Geometry, layer: int, token_count: int) -> int:
     return header_bytes(geometry, layer, token_count) + align_up(payload, GRID_BYTES)
 
 
+checksum_of_view: Callable[[memoryview, int], int] = xxhash.xxh3_64_intdigest
+"""xxh3-64 of the bytes, bound to the Segment by its generation."""
+
+
 def checksum(data: ByteArray, seed: int) -> int:
-    """xxh3-64 of the bytes, bound to the Segment by its generation."""
-    return xxhash.xxh3_64_intdigest(data.data, seed)
+    """The same of an array."""
+    return checksum_of_view(data.data, seed)
 
 
 def checksum_of_pieces(pieces: Sequence[ByteArray], seed: int) -> int:

@@ -6,12 +6,14 @@ Invariants:
 - All bytes between memory and device pass through one bounded, aligned buffer pool.
 """
 
+from __future__ import annotations
+
 import errno
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -30,6 +32,9 @@ from kvtier.tiering.packing import TORCH_DTYPES
 from kvtier.tiering.page_layout import PageLayout
 from kvtier.tiering.segment import Segment
 from kvtier.tiering.steps import Pause, Read, Reading, Steps, whole
+
+if TYPE_CHECKING:
+    from kvtier.tiering.units import Units
 
 _log = logging.getLogger("kvtier")
 
@@ -80,6 +85,16 @@ class UnitShape:
         )
 
 
+class Sizes(NamedTuple):
+    """Of units, what their UnitShapes say, and the bytes of their Extents: int64 [units] each."""
+
+    frames: Int64Array
+    frames_bytes: Int64Array
+    header_bytes: Int64Array
+    payload_bytes: Int64Array
+    extent_bytes: Int64Array
+
+
 @dataclass(slots=True)
 class Counters:
     """What moved since the store was opened."""
@@ -116,6 +131,10 @@ def _nothing_on_its_way(units: Sequence[Unit]) -> None:
     """What `finish_writes` does for who only reads."""
 
 
+def _seen_enough(unit: Unit, header: ByteArray) -> None:
+    """What `checking_headers` does for who wants to know no more than that they are right."""
+
+
 def starts_of(lengths: Int64Array) -> Int64Array:
     """Where pieces of these lengths begin that lie one behind the other."""
     starts: Int64Array = lengths.cumsum() - lengths
@@ -146,6 +165,9 @@ class ExtentIO:
         """How callers read that wait with the store's lock."""
         self._shapes: dict[tuple[int, int], UnitShape] = {}
         """By layer and tokens."""
+        layers = len(geometry.layers)
+        self._sizes = np.zeros((len(Sizes._fields), layers, SEGMENT_TOKENS + 1), np.int64)
+        """[Sizes, layers, tokens]; 0: not worked out yet."""
 
     def shape(self, unit: Unit) -> UnitShape:
         key = unit.layer, unit.segment.token_count
@@ -153,6 +175,27 @@ class ExtentIO:
         if shape is None:
             shape = self._shapes[key] = UnitShape.of(self.geometry, *key)
         return shape
+
+    def sizes(self, units: Units) -> Sizes:
+        """Of each of these units."""
+        found = units.sizes
+        if found is None:
+            found = self._sizes[:, units.layers, units.tokens]
+            if not found[0].all():
+                self._work_out({*units.tokens[found[0] == 0].tolist()})
+                found = self._sizes[:, units.layers, units.tokens]
+            units.sizes = found
+        return Sizes(*found)
+
+    def _work_out(self, counts: set[int]) -> None:
+        """Sizes of units of Segments of so many tokens."""
+        for tokens in counts:
+            for layer in range(len(self.geometry.layers)):
+                shape = UnitShape.of(self.geometry, layer, tokens)
+                self._sizes[:, layer, tokens] = (
+                    *(shape.frames, shape.frames_bytes, shape.header_bytes, shape.payload_bytes),
+                    extent_format.extent_bytes(self.geometry, layer, tokens),
+                )
 
     def layout(self, unit: Unit) -> PageLayout:
         return self.shape(unit).layout
@@ -184,15 +227,15 @@ class ExtentIO:
         """Bytes of Pages as numbers of the store's dtype."""
         return torch.from_numpy(payload).view(TORCH_DTYPES[self.geometry.dtype])
 
-    def require_written(self, units: Sequence[Unit]) -> None:
+    def require_written(self, units: Units) -> None:
         """Have units on the device that are about to be read: what is on its way there arrives.
 
         Raises DeviceError where the device did not take one.
         """
         self.finish_writes(units)
-        for unit in units:
-            if unit.segment.extents[unit.layer] is None:
-                raise self.not_written(unit)
+        extents = units.extents()
+        if not all(extents):
+            raise self.not_written(units[extents.index(None)])
 
     def not_written(self, unit: Unit) -> DeviceError:
         """The error of who needs a unit whose write failed."""
@@ -213,6 +256,15 @@ class ExtentIO:
         else can lie in its place unnoticed."""
         return unit.segment.payload_checksums[unit.layer] != 0
 
+    def unknown_headers(self, units: Units) -> list[int]:
+        """Indices of those whose headers are not known."""
+        layers = units.layers.tolist()
+        sums = [
+            segment.payload_checksums[layer]
+            for segment, layer in zip(units.segments, layers, strict=True)
+        ]
+        return [] if all(sums) else [index for index, known in enumerate(sums) if not known]
+
     def check(self, unit: Unit, header: ByteArray | None, payload: Sequence[ByteArray]) -> None:
         """Require that a unit's bytes are what they should be, and note what its header says.
 
@@ -224,7 +276,11 @@ class ExtentIO:
         segment = unit.segment
         found = extent_format.checksum_of_pieces(payload, segment.generation)
         if found != segment.payload_checksums[unit.layer]:
-            raise ChecksumMismatch(f"{self.where(unit)}: the payload is damaged")
+            raise self.payload_damaged(unit)
+
+    def payload_damaged(self, unit: Unit) -> ChecksumMismatch:
+        """The error of who read a payload that has not its checksum."""
+        return ChecksumMismatch(f"{self.where(unit)}: the payload is damaged")
 
     def _learn(self, unit: Unit, block: ByteArray) -> None:
         """The header of a committed Extent, once it is the one expected."""
@@ -272,16 +328,24 @@ class ExtentIO:
         """A unit's place in words, for messages."""
         return f"layer {unit.layer} at {place(self.device, self.extent(unit).offset)}"
 
-    def checking_headers(self, units: Sequence[Unit], reading: Reading) -> Steps[None]:
+    def checking_headers(
+        self,
+        units: Sequence[Unit],
+        reading: Reading,
+        seen: Callable[[Unit, ByteArray], None] = _seen_enough,
+    ) -> Steps[None]:
         """Read the headers of committed units and require that each is what it should be.
 
-        Raises DeviceError, or FormatError after marking what failed as quarantined.
+        seen: called with each that is, whose bytes are gone afterwards. Raises DeviceError, or
+        FormatError after marking what failed as quarantined.
         """
         while units:
             some, units = units[: reading.units_max], units[reading.units_max :]
-            yield from self._checking_headers(some, reading)
+            yield from self._checking_headers(some, reading, seen)
 
-    def _checking_headers(self, units: Sequence[Unit], reading: Reading) -> Steps[None]:
+    def _checking_headers(
+        self, units: Sequence[Unit], reading: Reading, seen: Callable[[Unit, ByteArray], None]
+    ) -> Steps[None]:
         sizes = [self.shape(each).header_bytes for each in units]
         for chosen in batches(sizes, reading.batch_bytes):
             part = units[chosen]
@@ -300,10 +364,12 @@ class ExtentIO:
                 for index, unit in enumerate(part):
                     yield Pause.SHORT
                     start = int(starts[index])
+                    header = piece.memory[start : start + sizes[chosen][index]]
                     try:
-                        self._learn(unit, piece.memory[start : start + sizes[chosen][index]])
+                        self._learn(unit, header)
                     except FormatError as error:
                         self.blame_damaged(unit, error)
                         raise
+                    seen(unit, header)
             finally:
                 piece.give_back()

@@ -26,10 +26,12 @@ from kvtier.io.buffers import BufferPiece, BufferPool
 from kvtier.io.device import Buffers, ByteArray
 from kvtier.io.extent import Extent
 from kvtier.tiering import extent_format
+from kvtier.tiering.clusterer import Placement, UnitKeys
 from kvtier.tiering.extent_format import ExtentIdentity
 from kvtier.tiering.extent_io import ExtentIO, Unit, batches, starts_of
 from kvtier.tiering.geometry import SEGMENT_TOKENS, Geometry
-from kvtier.tiering.packing import Placement, pack
+from kvtier.tiering.packing import pack
+from kvtier.tiering.page_layout import Order
 from kvtier.tiering.residency import Residency
 from kvtier.tiering.segment import NO_SLOT, Segment
 from kvtier.tiering.started_writes import StartedWrite
@@ -118,16 +120,20 @@ class ExtentWriter:
         payloads = [geometry.payload_bytes(each.unit.layer, each.tokens) for each in writes]
         lengths = np.array([align_up(size, GRID_BYTES) for size in payloads], np.int64)
         starts = starts_of(lengths)
+        # Before any memory or space is taken, which others may wait for.
+        orders = self.placement.orders(
+            [UnitKeys(each.unit.layer, each.unit.segment.start, each.keys) for each in writes]
+        )
         extents: list[Extent] = []
         piece = self._piece(int(lengths.sum()))
         try:
             for each, head, length in zip(writes, heads, lengths.tolist(), strict=True):
                 drive = self.space.drive_for(each.unit.segment)
                 extents.append(self.space.allocate(head + length, drive))
-            for index, each in enumerate(writes):
+            for index, (each, order) in enumerate(zip(writes, orders, strict=True)):
                 start, payload = int(starts[index]), payloads[index]
                 piece.memory[start + payload : start + int(lengths[index])] = 0
-                self._fill(each, piece.memory[start : start + payload])
+                self._fill(each, order, piece.memory[start : start + payload])
             offsets = np.array([each.offset for each in extents], np.int64) + heads
             buffers = Buffers(piece.memory, starts, lengths)
             # Taken before the first byte may be on its way: a flush that fails from now on counts.
@@ -254,12 +260,12 @@ class ExtentWriter:
         written = any(segment.extents) and segment.catalog_id is None
         return written and segment.flush_epoch != self.device.failed_flushes
 
-    def _fill(self, write: UnitWrite, payload: ByteArray) -> None:
-        """Pack one unit into `payload`; note its order, directory and checksum."""
+    def _fill(self, write: UnitWrite, order: Order | None, payload: ByteArray) -> None:
+        """Pack one unit in this order into `payload`; note order, directory and checksum."""
         segment, layer = write.unit.segment, write.unit.layer
-        order = self.placement.order(write.keys)
-        pack(write.keys, write.values, order, self.extents.typed(payload))
-        directory = self.extents.layout(write.unit).directory(order)
+        pack(write.keys, write.values, order, payload)
+        layout = self.extents.layout(write.unit)
+        directory = layout.plain.copy() if order is None else layout.directory(order)
         extent_format.checksum_pages(directory, payload, segment.generation)
         segment.directories[layer] = directory
         segment.orders[layer] = order

@@ -80,6 +80,11 @@ class Provenance:
         # repr, not :g: two budgets must never share one text.
         return cls(f"approximate:budget={float(budget)!r},codec={codec}")
 
+    def may_follow(self, before: "Provenance") -> bool:
+        """Whether such a Segment may continue one of the provenance `before`: its own, or exact
+        KV, which an approximate answer begins with."""
+        return before in (self, EXACT)
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """Raises ConfigError for a text that is no provenance."""

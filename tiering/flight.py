@@ -10,48 +10,27 @@ Invariants:
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
-from kvtier.errors import DeviceError
+from kvtier.errors import DeviceError, FormatError
 from kvtier.io.buffers import BufferPiece
 from kvtier.io.device import Buffers, ByteArray, Int64Array, PendingBatch, Priority
-from kvtier.io.extent import Extent
 from kvtier.io.ranges import merge_ranges
-from kvtier.tiering.extent_io import ExtentIO, Unit, UnitShape, starts_of
+from kvtier.tiering.cargo import Cargo, Rows, stowed
+from kvtier.tiering.extent_format import checksum_of_view
+from kvtier.tiering.extent_io import ExtentIO, Unit, starts_of
 from kvtier.tiering.frame_runs import FrameArray
 from kvtier.tiering.frames import FramePool
 from kvtier.tiering.packing import scatter
 from kvtier.tiering.residency import Residency
 from kvtier.tiering.steps import Read, Steps, Wait, apart, run, started
+from kvtier.tiering.units import Units
 
-RUNS_MAX = 4
-"""Runs of neighbours that a unit's Frames may form for it to be read straight into them: more
-requests cost more than a copy."""
 REQUEST_BYTES = 1 << 20
 """Extents that touch become one request up to this size."""
-
-
-@dataclass(slots=True, eq=False)
-class Flying:
-    """A unit on its way into Frames [heads, pages] that were taken for it."""
-
-    unit: Unit
-    shape: UnitShape
-    extent: Extent
-    frames: FrameArray
-    bounced: bool
-    """The payload is not in the Frames yet."""
-    header: ByteArray | None = None
-    """What will be its header; None: what it says is known."""
-    header_at: int | None = None
-    """The header's room in the pool of its Frames."""
-    payload: list[ByteArray] = field(default_factory=list)
-    """What will be its payload, in this order."""
 
 
 class _Requests:
@@ -64,8 +43,7 @@ class _Requests:
         self.memory = memory
         self._batches = batches
         self._piece = piece
-        self._rows: list[Int64Array] = []
-        """Each [4, requests]: offset on the device, start in memory, length, whose."""
+        self._rows: list[Rows] = []
         self.nbytes = 0
         """Bytes that they read, once they began."""
         self.batch: PendingBatch | None = None
@@ -74,9 +52,9 @@ class _Requests:
         """By which read of the batch each part is filled."""
         self._whose: Int64Array = np.zeros(0, np.int64)
 
-    def add(self, *rows: Int64Array | Sequence[int]) -> None:
-        """rows: offsets on the device, starts in memory, lengths, and whose they are."""
-        self._rows.append(np.array(rows, np.int64))
+    def add(self, rows: Rows) -> None:
+        """More of them."""
+        self._rows.append(rows)
 
     def _used_by(self, batch: PendingBatch) -> None:
         self._batches.append(batch)
@@ -85,7 +63,8 @@ class _Requests:
 
     def starting(self, priority: Priority) -> Steps[None]:
         """Let them begin, in the order in which they lie on the device."""
-        table = np.concatenate(self._rows, axis=1)
+        tables = [np.array(rows) for rows in self._rows]
+        table = tables[0] if len(tables) == 1 else np.concatenate(tables, axis=1)
         offsets, starts, lengths, self._whose = table[:, table[0].argsort()]
         self.nbytes = int(lengths.sum())
         read = self._parts = Read(offsets, Buffers(self.memory, starts, lengths), self._used_by)
@@ -117,16 +96,15 @@ class _Requests:
 
 
 class Flight:
-    """Some units on their way together. Callers hold the store's lock."""
+    """Some units on their way together, by numbers. Callers hold the store's lock."""
 
     def __init__(self, extents: ExtentIO) -> None:
         self.extents = extents
-        self.flying: list[Flying] = []
-        """Those that have not landed."""
+        self.cargo: list[Cargo] = []
         self.batches: list[PendingBatch] = []
         self.piece: BufferPiece | None = None
         self._began = 0.0
-        self._all: list[Flying] = []
+        self._count = 0
         self._requests: dict[int, _Requests] = {}
 
     @property
@@ -134,102 +112,46 @@ class Flight:
         """Whether the device may still write into its memory."""
         return not all(batch.done for batch in self.batches)
 
-    def add(
-        self,
-        units: Sequence[Unit],
-        shapes: Sequence[UnitShape],
-        frames: FrameArray,
-        pool: FramePool,
-    ) -> None:
-        """More units, of these shapes. frames: taken for them from this pool, those of one behind
-        the other's."""
-        counts = np.array([each.frames for each in shapes], np.int64)
-        begins = starts_of(counts)
-        runs = _runs(frames, begins)
-        bounced = self._bounced(shapes, runs, pool)
-        added = [
-            Flying(
-                unit,
-                shape,
-                self.extents.extent(unit),
-                frames[at : at + shape.frames].reshape(shape.heads, shape.pages),
-                by,
-            )
-            for unit, shape, at, by in zip(units, shapes, begins.tolist(), bounced, strict=True)
-        ]
-        first = len(self._all)
-        self._all += added
-        self.flying += added
-        self._add_heads(added, pool, first)
-        direct = ~np.array([each.bounced for each in added])[runs.whose]
-        whose = runs.whose[direct]
-        if not len(whose):
-            return
-        at, lengths = runs.begins[direct], runs.lengths[direct] * pool.frame_bytes
-        starts = frames[at] * pool.frame_bytes
-        payloads = [each.extent.offset + each.shape.header_bytes for each in added]
-        places = np.array(payloads, np.int64)[whose] + (at - begins[whose]) * pool.frame_bytes
-        self._of(pool.arena).add(places, starts, lengths, whose + first)
-        ends = (starts + lengths).tolist()
-        for each, start, end in zip(whose.tolist(), starts.tolist(), ends, strict=True):
-            added[each].payload.append(pool.arena[start:end])
-
-    def _bounced(self, shapes: Sequence[UnitShape], runs: "_Runs", pool: FramePool) -> list[bool]:
-        """Which of the units are not read straight into their Frames, which form these runs."""
-        if pool.frame_bytes % self.extents.device.block_bytes:
-            return [True] * len(shapes)
-        # The payload is the same bytes as the Frames where every Page is full.
-        return [
-            count > RUNS_MAX or shape.payload_bytes != shape.frames_bytes
-            for shape, count in zip(shapes, np.bincount(runs.whose).tolist(), strict=True)
-        ]
-
-    def _add_heads(self, added: Sequence[Flying], pool: FramePool, first: int) -> None:
-        """Ask for headers that are not known, where the payload does not bring them along. Where
-        there is no room for a header, its unit goes through a bounce buffer. first: the index of
-        the first unit."""
-        rows: list[tuple[int, int, int, int]] = []
-        for whose, each in enumerate(added, first):
-            if each.bounced or self.extents.knows_header(each.unit):
-                continue
-            at = each.header_at = pool.take_header()
-            if at is None:
-                each.bounced = True
-                continue
-            size = each.shape.header_bytes
-            each.header = pool.arena[at : at + size]
-            rows.append((each.extent.offset, at, size, whose))
-        if rows:
-            self._of(pool.arena).add(*zip(*rows, strict=True))
+    def add(self, units: Units, frames: FrameArray, pool: FramePool) -> None:
+        """More units. frames: taken for them from this pool, those of one behind the other's."""
+        cargo = stowed(self._count, units, frames, pool, self.extents)
+        self.cargo.append(cargo)
+        self._count += len(units)
+        if cargo.headers:
+            self._of(pool.arena).add(cargo.header_requests())
+        if not cargo.bounced.all():
+            self._of(pool.arena).add(cargo.payload_requests())
 
     def _of(self, arena: ByteArray) -> _Requests:
         if id(arena) not in self._requests:
             self._requests[id(arena)] = _Requests(arena, self.batches)
         return self._requests[id(arena)]
 
+    def unit(self, number: int) -> Unit:
+        """One of its units."""
+        cargo = next(each for each in reversed(self.cargo) if each.first <= number)
+        return cargo.units[number - cargo.first]
+
     @property
     def bounce_bytes(self) -> int:
         """Bytes of the bounce buffer that this flight needs."""
-        return sum([each.extent.length for each in self._all if each.bounced])
+        return sum(int(each.sizes.extent_bytes[each.bounced].sum()) for each in self.cargo)
 
     def bounce(self, piece: BufferPiece) -> None:
         """Give it the bounce buffer that it needs."""
         self.piece = piece
         requests = self._requests[id(piece)] = _Requests(piece.memory, self.batches, piece)
-        places = [
-            (each.extent.offset, each.extent.length, whose)
-            for whose, each in enumerate(self._all)
-            if each.bounced
-        ]
-        start = 0
-        for offset, length, whose in sorted(places):
-            each = self._all[whose]
-            block = piece.memory[start : start + length]
-            head = each.shape.header_bytes
-            each.header = None if self.extents.knows_header(each.unit) else block[:head]
-            each.payload = [block[head : head + each.shape.payload_bytes]]
-            requests.add([offset], [start], [length], [whose])
-            start += length
+        which = [each.bounced.nonzero()[0] for each in self.cargo]
+        some = list(zip(self.cargo, which, strict=True))
+        places = np.concatenate([each.places[own] for each, own in some])
+        lengths = np.concatenate([each.sizes.extent_bytes[own] for each, own in some])
+        numbers = np.concatenate([own + each.first for each, own in some])
+        order = places.argsort()
+        starts = np.empty(len(order), np.int64)
+        starts[order] = starts_of(lengths[order])
+        requests.add((places, starts, lengths, numbers))
+        for each, own in some:
+            each.bounced_at[own], starts = starts[: len(own)], starts[len(own) :]
 
     def starting(self, priority: Priority) -> Steps[None]:
         """Begin to read. Raises what `Device.start_read` raises."""
@@ -242,14 +164,14 @@ class Flight:
         """Bytes that it reads."""
         return sum(each.nbytes for each in self._requests.values())
 
-    def landing(self) -> Steps[dict[Flying, int]]:
-        """What could not be read, with its errno, once all batches are done. Raises DeviceError
-        where the device as a whole fails."""
-        failed: dict[Flying, int] = {}
+    def landing(self) -> Steps[dict[int, int]]:
+        """The numbers of units that could not be read, with the errno of each, once all batches are
+        done. Raises DeviceError where the device as a whole fails."""
+        failed: dict[int, int] = {}
         waited = self.in_air
         for requests in self._requests.values():
             for whose, number in (yield from requests.landing()):
-                failed.setdefault(self._all[whose], number)
+                failed.setdefault(whose, number)
         self.extents.counters.bytes_read += self.nbytes
         if not failed:
             self.extents.flow.landed(self.nbytes, self._began, waited=waited)
@@ -265,25 +187,6 @@ class Flight:
                 continue
 
 
-class _Runs(NamedTuple):
-    """Frames that follow each other within a unit: where in the array of Frames they begin, how
-    many they are, and the index of the unit."""
-
-    begins: Int64Array
-    lengths: Int64Array
-    whose: Int64Array
-
-
-def _runs(frames: FrameArray, firsts: Int64Array) -> _Runs:
-    """firsts: where in `frames` those of each unit begin."""
-    parted = np.empty(len(frames), np.bool_)
-    parted[1:] = frames[1:] != frames[:-1] + 1
-    parted[firsts] = True
-    begins = parted.nonzero()[0]
-    ends = np.concatenate((begins[1:], [len(frames)]))
-    return _Runs(begins, ends - begins, firsts.searchsorted(begins, "right") - 1)
-
-
 class Flights:
     """What all flights into HOT hold. Callers hold the store's lock."""
 
@@ -294,6 +197,7 @@ class Flights:
         """Bytes of the Frames of units on their way."""
         self._adrift: list[Flight] = []
         """Given up while the device still wrote into their memory."""
+        self._widths = [each.row_width for each in extents.geometry.layers]
 
     def is_hot(self, unit: Unit) -> bool:
         return bool(self.residency.hot.pages[unit.layer, unit.segment.slot])
@@ -302,56 +206,92 @@ class Flights:
         """Bytes of the Frames that a whole unit needs."""
         return self.extents.shape(unit).frames_bytes
 
-    def add(self, flight: Flight, units: Sequence[Unit]) -> None:
+    def add(self, flight: Flight, units: Units) -> None:
         """Take Frames for units, for which there is room, and let this flight bring them. They are
         on the device (`ExtentIO.require_written`)."""
         tier = self.residency.hot.tier
-        pools = {layer: tier.pool(layer) for layer in {each.layer for each in units}}
-        for pool in dict.fromkeys(pools.values()):
-            some = [each for each in units if pools[each.layer] is pool]
-            shapes = [self.extents.shape(each) for each in some]
-            frames = tier.take_each(some[0].layer, [each.frames for each in shapes])
+        parts = [units]
+        if len({*self._widths}) > 1:
+            # Layers of one width share a pool.
+            widths = np.array(self._widths)[units.layers]
+            parts = [units.those(widths == each) for each in dict.fromkeys(widths.tolist())]
+        for some in parts:
+            layer = int(some.layers[0])
+            pool = tier.pool(layer)
+            frames = tier.take_each(layer, self.extents.sizes(some).frames.tolist())
             self.frames_bytes += len(frames) * pool.frame_bytes
-            flight.add(some, shapes, frames, pool)
+            flight.add(some, frames, pool)
 
-    def check(self, flying: Flying) -> None:
-        """Require that a unit that landed is what it should be, and have it in its Frames.
+    def check(
+        self, flight: Flight, cargo: Cargo, indices: Iterable[int]
+    ) -> tuple[int, FormatError] | None:
+        """Require of units that landed that they are what they should be, and have them in their
+        Frames; those are noted as sound. Returns the first that is not, and the error."""
+        units, starts, sound = cargo.units, cargo.starts, cargo.sound
+        segments, layers = units.segments, units.layers.tolist()
+        lengths = cargo.sizes.payload_bytes.tolist()
+        arena = cargo.pool.arena.data
+        for index in indices:
+            segment, start = segments[index], starts[index]
+            if start < 0:
+                try:
+                    self._check_singly(flight, cargo, index)
+                except FormatError as error:
+                    return index, error
+            else:
+                view = arena[start : start + lengths[index]]
+                found = checksum_of_view(view, segment.generation)
+                if found != segment.payload_checksums[layers[index]]:
+                    return index, self.extents.payload_damaged(units[index])
+            sound.append(index)
+        return None
 
-        Raises FormatError.
-        """
-        unit = flying.unit
-        self.extents.check(unit, flying.header, flying.payload)
-        if flying.bounced:
-            [payload] = flying.payload
-            pool = self.residency.hot.tier.memory(unit.layer)
-            frames = torch.from_numpy(flying.frames)
-            scatter(self.extents.typed(payload), flying.shape.layout, pool, frames)
+    def _check_singly(self, flight: Flight, cargo: Cargo, index: int) -> None:
+        """The same of one whose bytes are not in one piece of the arena. Raises FormatError."""
+        unit, extents = cargo.units[index], self.extents
+        shape = extents.shape(unit)
+        header: ByteArray | None = None
+        if not cargo.bounced[index]:
+            arena, at = cargo.pool.arena, cargo.headers.get(index)
+            if at is not None:
+                header = arena[at : at + shape.header_bytes]
+            extents.check(unit, header, [arena[piece] for piece in cargo.pieces(index)])
+            return
+        assert flight.piece is not None
+        block = flight.piece.memory[int(cargo.bounced_at[index]) :]
+        if not extents.knows_header(unit):
+            header = block[: shape.header_bytes]
+        payload = block[shape.header_bytes : shape.header_bytes + shape.payload_bytes]
+        extents.check(unit, header, [payload])
+        frames = torch.from_numpy(cargo.frames_of(index).reshape(shape.heads, shape.pages))
+        scatter(extents.typed(payload), shape.layout, cargo.pool.memory, frames)
 
-    def arrive(self, flight: Flight, checked: Sequence[Flying]) -> None:
-        """Units were checked: their Frames are HOT's copies from now on. Where somebody else
-        brought one meanwhile they are given back."""
+    def arrive(self, flight: Flight) -> None:
+        """What is sound is HOT's from now on. Where somebody else brought a unit meanwhile, its
+        Frames are given back."""
         hot = self.residency.hot
-        self._leave(flight, checked)
-        for each in checked:
-            if not hot.put_unit(each.unit.layer, each.unit.segment.slot, each.frames):
-                hot.tier.give(each.unit.layer, each.frames.reshape(-1))
+        for cargo in flight.cargo:
+            if not cargo.sound:
+                continue
+            some, cargo.sound = np.array(cargo.sound, np.int64), []
+            layers, slots = cargo.units.layers[some], cargo.units.slots[some]
+            begins, counts = cargo.begins[some], cargo.sizes.frames[some]
+            self._leave(cargo, some)
+            taken = hot.put_units(layers, slots, cargo.frames, begins, counts)
+            if not taken.all():
+                for index in some[~taken].tolist():
+                    hot.tier.give(int(cargo.units.layers[index]), cargo.frames_of(index))
 
-    def give(self, flight: Flight, unwanted: Sequence[Flying]) -> None:
-        """Give Frames back that HOT did not get."""
-        self._leave(flight, unwanted)
-        for each in unwanted:
-            self.residency.hot.tier.give(each.unit.layer, each.frames.reshape(-1))
-
-    def _leave(self, flight: Flight, some: Sequence[Flying]) -> None:
-        if len(some) == len(flight.flying):
-            flight.flying = []
-        else:
-            gone = {*some}
-            flight.flying = [each for each in flight.flying if each not in gone]
-        for each in some:
-            self.frames_bytes -= each.shape.frames_bytes
-            if each.header_at is not None:
-                self.residency.hot.tier.pool(each.unit.layer).give_header(each.header_at)
+    def _leave(self, cargo: Cargo, some: Int64Array) -> None:
+        """Frames of these units are not their flight's any more."""
+        assert cargo.held[some].all()
+        cargo.held[some] = False
+        self.frames_bytes -= int(cargo.sizes.frames_bytes[some].sum())
+        if cargo.headers:
+            for index in some.tolist():
+                room = cargo.headers.pop(index, None)
+                if room is not None:
+                    cargo.pool.give_header(room)
 
     def give_up(self, flight: Flight) -> None:
         """Give back what a flight has, at once or when the device is done with it."""
@@ -360,7 +300,11 @@ class Flights:
         if flight.in_air:
             self._adrift.append(flight)
             return
-        self.give(flight, flight.flying)
+        for cargo in flight.cargo:
+            if cargo.held.any():
+                frames = cargo.held_frames()
+                self._leave(cargo, cargo.held.nonzero()[0])
+                self.residency.hot.tier.give(int(cargo.units.layers[0]), frames)
 
     def reap(self) -> bool:
         """Give back what flights had that were given up and are over. False: some are not."""

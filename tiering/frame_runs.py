@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 FrameArray = npt.NDArray[np.int64]
 
+_FEW = np.arange(128)
+
 
 class FrameRuns:
     """Frames [0, count), all free at first."""
@@ -45,7 +47,7 @@ class FrameRuns:
             count -= part
         if count:
             assert count <= self._count - self._unused, "more Frames than are free"
-            parts.append(np.arange(self._unused, self._unused + count))
+            parts.append(_neighbours(self._unused, count))
             self._unused += count
         return parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts))
 
@@ -67,7 +69,7 @@ class FrameRuns:
         length = self._remove(start)
         if length > count:
             self._insert(start + count, length - count)
-        return np.arange(start, start + count)
+        return _neighbours(start, count)
 
     def _add(self, start: int, length: int) -> None:
         assert start + length <= self._unused, "Frames that were not handed out"
@@ -107,6 +109,16 @@ class FrameRuns:
             assert start + length not in self._length_at, "free runs touch"
         free[taken] += 1
         assert (free == 1).all(), "a Frame is free and taken, or neither"
+
+
+def _neighbours(start: int, count: int) -> FrameArray:
+    """`count` Frames from `start` on."""
+    if count > len(_FEW):
+        return np.arange(start, start + count)
+    # As each layer of a decode takes them. np.arange lets go of the interpreter's lock, which costs
+    # more than the rest where other threads wait for it.
+    few: FrameArray = _FEW[:count] + start
+    return few
 
 
 def runs_of(frames: FrameArray) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ Invariants:
   by one batch, which has one memory. Header rooms are no part of the limit.
 """
 
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,7 +23,7 @@ from kvtier.io.buffers import aligned_bytes, give_back
 from kvtier.io.device import ByteArray
 from kvtier.tiering.extent_format import header_bytes
 from kvtier.tiering.frame_runs import FrameArray, FrameRuns, runs_of
-from kvtier.tiering.geometry import PAGE_TOKENS, SEGMENT_TOKENS, Geometry
+from kvtier.tiering.geometry import PAGE_TOKENS, SEGMENT_TOKENS, Geometry, LayerGeometry
 from kvtier.tiering.packing import TORCH_DTYPES
 
 HEADERS_BYTES = 8 << 20
@@ -31,6 +32,12 @@ HEADERS_MAX = 1024
 HEADERS_MIN = 16
 
 BitArray = npt.NDArray[np.generic]
+
+# Unlike ctypes.memmove it keeps the interpreter's lock: it copies a few kilobytes, and to let go of
+# the lock for that wakes another thread, which costs more than the copy.
+_copy_bytes = ctypes.PyDLL(None).memmove
+_copy_bytes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_copy_bytes.restype = None
 
 
 class FramePool:
@@ -93,6 +100,81 @@ def bits_of(tensor: torch.Tensor) -> BitArray:
     return array
 
 
+class PartRows:
+    """Keys, or values, in the Frames of one layer: `bits` [frames, 16, width].
+
+    A decode adds one token to every layer in every step. Nothing on that way lets go of the
+    interpreter's lock: while other threads wait for it, each time would wake one of them, which
+    costs many times the call. numpy keeps it for single elements and slices of a few hundred, and
+    lets go of it for lists of indices: so a row is one element, and its Frames are a slice.
+    """
+
+    def __init__(self, bits: BitArray, heads: int) -> None:
+        self.bits = bits
+        self._token = np.empty((heads, bits.shape[2]), bits.dtype)
+        """One token's row of each head, on its way to their Frames."""
+        self._token_address = self._token.ctypes.data
+        row = np.dtype((np.void, self._token.nbytes // heads))
+        self._rows = bits.view(row)[:, :, 0]
+        self._token_rows = self._token.view(row)[:, 0]
+
+    def put_token(self, frames: list[int] | slice, place: int, rows: torch.Tensor) -> None:
+        """Write rows [heads, 1, width] at a place of these Frames, one for each head."""
+        if rows.is_contiguous():
+            _copy_bytes(self._token_address, rows.data_ptr(), self._token.nbytes)
+        else:
+            # A token that was cut out of several.
+            self._token[:] = bits_of(rows)[:, 0]
+        if isinstance(frames, slice):
+            self._rows[frames, place] = self._token_rows
+            return
+        for head, frame in enumerate(frames):
+            self._rows[frame, place] = self._token_rows[head]
+
+
+class TokenRows:
+    """The Frames of one layer as places of tokens."""
+
+    def __init__(self, bits: BitArray, shape: LayerGeometry) -> None:
+        """bits: [frames, 16 * (Dk + Dv)]."""
+        split = PAGE_TOKENS * shape.key_width
+        parts = [(bits[:, :split], shape.key_width)]
+        if shape.value_width:
+            parts.append((bits[:, split:], shape.value_width))
+        self.parts = [
+            PartRows(part.reshape(len(bits), PAGE_TOKENS, width), shape.kv_heads)
+            for part, width in parts
+        ]
+        assert not len(bits) or all(np.shares_memory(each.bits, bits) for each in self.parts)
+
+    def put(self, frames: FrameArray, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys [heads, n, Dk] and values [heads, n, Dv], as `require_rows` takes them, from
+        the first-th slot of a unit on, whose Pages lie in these Frames [heads, pages]."""
+        given = (keys, values)
+        count = keys.shape[1]
+        if count == 1:
+            page, place = divmod(first, PAGE_TOKENS)
+            where = _as_slice(frames[:, page].tolist())
+            for part, rows in zip(self.parts, given, strict=False):
+                part.put_token(where, place, rows)
+            return
+        slots = np.arange(first, first + count)
+        pages, places = frames[:, slots // PAGE_TOKENS], slots % PAGE_TOKENS
+        for part, rows in zip(self.parts, given, strict=False):
+            part.bits[pages, places] = bits_of(rows)
+
+
+def _as_slice(frames: list[int]) -> list[int] | slice:
+    """The same Frames as a slice, if they lie at equal distances, as those of a Page mostly do."""
+    if len(frames) == 1:
+        return frames
+    first, step = frames[0], frames[1] - frames[0]
+    end = first + step * len(frames)
+    if step > 0 and (len(frames) == 2 or frames == list(range(first, end, step))):
+        return slice(first, end, step)
+    return frames
+
+
 class MemoryTier:
     """HOT or HOST: a byte limit and the Frame pools that share it (one per row width)."""
 
@@ -104,7 +186,7 @@ class MemoryTier:
         self.used_bytes_max = 0
         self._geometry = geometry
         self._pools: dict[int, FramePool] = {}
-        self._token_rows: dict[int, tuple[BitArray, BitArray]] = {}
+        self._token_rows: dict[int, TokenRows] = {}
         if limit_bytes:
             for layer in range(len(geometry.layers)):
                 self.pool(layer)
@@ -134,18 +216,11 @@ class MemoryTier:
         """Tensor [frames, 16 * (Dk + Dv)] that this layer's Frames are rows of."""
         return self.pool(layer).memory
 
-    def token_rows(self, layer: int) -> tuple[BitArray, BitArray]:
-        """The bits of that memory as keys [frames, 16, Dk] and values [frames, 16, Dv]."""
+    def token_rows(self, layer: int) -> TokenRows:
+        """That memory as places of tokens."""
         rows = self._token_rows.get(layer)
         if rows is None:
-            shape = self._geometry.layers[layer]
-            bits = self.pool(layer).bits
-            split = PAGE_TOKENS * shape.key_width
-            rows = (
-                bits[:, :split].reshape(len(bits), PAGE_TOKENS, shape.key_width),
-                bits[:, split:].reshape(len(bits), PAGE_TOKENS, shape.value_width),
-            )
-            assert not len(bits) or np.shares_memory(rows[0], bits)
+            rows = TokenRows(self.pool(layer).bits, self._geometry.layers[layer])
             self._token_rows[layer] = rows
         return rows
 

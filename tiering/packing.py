@@ -5,12 +5,13 @@ its K rows, then all its V rows, with no padding. In a Frame the V rows begin af
 K rows, whatever the Page holds. Placement decides the order of tokens.
 """
 
-from abc import ABC, abstractmethod
+import ctypes
 
 import numpy as np
 import torch
 
 from kvtier.errors import ConfigError
+from kvtier.io.device import ByteArray
 from kvtier.tiering.geometry import PAGE_TOKENS, Geometry, LayerGeometry
 from kvtier.tiering.page_layout import Order, PageLayout
 
@@ -23,21 +24,7 @@ TORCH_DTYPES = {
 
 _STRIDED = torch.strided
 """Here, because looking it up in torch costs as much as the check that needs it."""
-
-
-class Placement(ABC):
-    """Policy: in which order a Segment's tokens lie in their Pages. Pure."""
-
-    @abstractmethod
-    def order(self, keys: torch.Tensor) -> Order | None:
-        """keys [kv_heads, tokens, key_width] -> permutation per head; None: as they came."""
-
-
-class PositionOrder(Placement):
-    """Tokens lie in the order of their positions."""
-
-    def order(self, keys: torch.Tensor) -> Order | None:
-        return None
+_dispatch_keys, _NEGATIVE = torch._C._dispatch_keys, torch._C.DispatchKey.Negative
 
 
 def rearranged(rows: torch.Tensor, order: Order) -> torch.Tensor:
@@ -47,32 +34,53 @@ def rearranged(rows: torch.Tensor, order: Order) -> torch.Tensor:
     return rows[torch.arange(len(order))[:, None], torch.from_numpy(order)]
 
 
-def pack(
-    keys: torch.Tensor, values: torch.Tensor, order: Order | None, target: torch.Tensor
-) -> None:
+def pack(keys: torch.Tensor, values: torch.Tensor, order: Order | None, target: ByteArray) -> None:
     """Lay keys [heads, tokens, Dk] and values [heads, tokens, Dv] out as a payload.
 
-    target: one-dimensional, of their dtype, heads * tokens * (Dk + Dv) elements.
+    target: uint8, in one piece, the bytes of heads * tokens * (Dk + Dv) numbers.
+
+    Rows whose tokens lie one behind the other are copied without letting go of the interpreter's
+    lock: whoever packs holds the store's lock, for which a thread that got the other one would
+    wait at once, and to hand it over and back takes longer than the copy.
     """
     if order is not None:
         keys, values = rearranged(keys, order), rearranged(values, order)
-    heads, tokens, key_width = keys.shape
-    value_width = values.shape[2]
-    by_head = target.view(heads, tokens * (key_width + value_width))
-    whole = tokens // PAGE_TOKENS
-    cut = whole * PAGE_TOKENS
-    page_width = PAGE_TOKENS * (key_width + value_width)
-    split = PAGE_TOKENS * key_width
-    if whole:
-        # Views of the target: rows of a head are not adjacent to those of the next one.
-        pages = by_head[:, : whole * page_width].view(heads, whole, page_width)
-        pages[:, :, :split] = keys[:, :cut].reshape(heads, whole, split)
-        pages[:, :, split:] = values[:, :cut].reshape(heads, whole, page_width - split)
-    rest = tokens - cut
-    if rest:
-        last = by_head[:, whole * page_width :]
-        last[:, : rest * key_width] = keys[:, cut:].reshape(heads, -1)
-        last[:, rest * key_width :] = values[:, cut:].reshape(heads, -1)
+    heads, tokens, _ = keys.shape
+    whole, rest = divmod(tokens, PAGE_TOKENS)
+    by_head = target.reshape(heads, -1)
+    page_bytes = PAGE_TOKENS * by_head.shape[1] // tokens
+    pages = by_head[:, : whole * page_bytes].reshape(heads, whole, page_bytes)
+    last = by_head[:, whole * page_bytes :]
+    in_page = in_last = 0
+    for rows in (keys, values):
+        row_bytes = rows.shape[2] * rows.element_size()
+        if not row_bytes:
+            continue
+        source = _by_head(rows)
+        cut, size = whole * PAGE_TOKENS * row_bytes, PAGE_TOKENS * row_bytes
+        # One element of numpy for each Page: of a few hundred it copies with the lock.
+        block = np.dtype((np.void, size))
+        there = source[:, :cut].reshape(heads, whole, size).view(block)
+        pages[:, :, in_page : in_page + size].view(block)[:] = there
+        last[:, in_last : in_last + rest * row_bytes] = source[:, cut:]
+        in_page, in_last = in_page + size, in_last + rest * row_bytes
+
+
+def _by_head(rows: torch.Tensor) -> ByteArray:
+    """The bytes of rows [heads, tokens, width] as uint8 [heads, n]: their memory, which `rows`
+    must keep alive, or a copy where the tokens of a head do not follow each other in it."""
+    heads, tokens, width = rows.shape
+    head_step, token_step, step = rows.stride()
+    address = rows.data_ptr() if (token_step, step) == (width, 1) else 0
+    if not address:
+        copied: ByteArray = rows.contiguous().view(-1).view(torch.uint8).numpy()
+        return copied.reshape(heads, -1)
+    # Tensor.view lets go of the interpreter's lock.
+    item_bytes = rows.element_size()
+    head_bytes = tokens * width * item_bytes
+    span = (heads - 1) * head_step * item_bytes + head_bytes
+    memory = memoryview((ctypes.c_char * span).from_address(address)).cast("B")
+    return np.ndarray((heads, head_bytes), np.uint8, memory, 0, (head_step * item_bytes, 1))
 
 
 def scatter(
@@ -120,7 +128,8 @@ def as_tensor(given: object) -> torch.Tensor:
         if given.requires_grad:
             given = given.detach()
         # Numbers whose sign is only noted have no memory of their own that could be copied.
-        return given.resolve_neg() if given.is_neg() else given
+        # Tensor.is_neg says so too, but lets go of the interpreter's lock.
+        return given.resolve_neg() if _dispatch_keys(given).has(_NEGATIVE) else given
     if isinstance(given, np.ndarray):
         try:
             # A copy where torch could not share the memory: read-only, or strides below zero.
@@ -153,3 +162,6 @@ def require_rows(geometry: Geometry, layer: int, keys: torch.Tensor, values: tor
                 f"{name} of layer {layer} must be [{shape.kv_heads}, tokens, {width}] "
                 f"{geometry.dtype}: got {list(given.shape)} {given.dtype}"
             )
+        # Neither numpy nor a copy of bytes would notice that there is nothing to read.
+        if not given.data_ptr() and given.numel():
+            raise ConfigError(f"{name} of layer {layer} are a tensor without memory")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvtier.io.device import Int64Array
+from kvtier.tiering.digested_views import DigestedViews
 from kvtier.tiering.frame_table import BoolArray, PlacedViews
 from kvtier.tiering.geometry import PAGE_TOKENS, pages_of
 from kvtier.tiering.segment import Segment, SegmentView
@@ -148,6 +149,8 @@ class PageTable:
 
     placed: dict[int, PlacedViews] = field(default_factory=dict)
     """Per layer, of Sequences that HOT holds whole; see frame_table.py."""
+    digested: dict[int, DigestedViews] = field(default_factory=dict)
+    """Per layer, of Sequences that are attended to by a budget; see digested_views.py."""
     _views: tuple[SegmentView, ...] = ()
     _kept: dict[int, Columns] = field(default_factory=dict)
     """Per layer; under ALIKE of all layers that look alike."""

@@ -156,8 +156,9 @@ class PlanRunner:
         if not loads:
             return self._store.sequence()
         if len(loads) == 1 and not loads[0].start and self._until is None:
-            # Loaded as a whole from time to time, because that is what tells the drive's rate.
-            lazily = lazily and not self._store.costs.costs().is_stale
+            # Loaded as a whole only where the next plan may hang on it: that tells the drive's rate
+            # best, and takes longer than to begin with the first layer that is there.
+            lazily = lazily and not self.plan.wants_rate
             sequence = self._resume(loads[0].end, lazily)
             if sequence.length() >= loads[0].end or self._compute is None:
                 return sequence

@@ -10,7 +10,7 @@ has an error, and computing keeps the processor from others.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -24,6 +24,8 @@ Kind = Literal["load", "compute"]
 
 MARGIN = 0.1
 """How much faster, as a part, another way must be than loading alone."""
+DOUBT = 4.0
+"""How many times slower a drive may be by now, where its rate was measured long ago."""
 BESIDE = 0.2
 """What loading and computing cost each other, as a part of the shorter one of them."""
 MEETINGS_MAX = 64
@@ -96,7 +98,8 @@ class Plan:
 
     Where the way is "both", loads begin at once and go from the back of their range to its front
     beside what is computed. seconds: predicted; None where nothing is known of computing.
-    considered: what each way would take.
+    considered: what each way would take. wants_rate: the drive's rate was measured long ago, and
+    loading would not be chosen if it were DOUBT times lower by now: a load should tell it.
     """
 
     way: Way
@@ -104,6 +107,7 @@ class Plan:
     seconds: float | None
     why: str
     considered: dict[Way, float]
+    wants_rate: bool = False
 
 
 def plan(
@@ -119,13 +123,25 @@ def plan(
         return _made("recompute", costs, context, (), why)
     if costs.prefill is None:
         why = "it was asked for" if way == "load" else "how long computing takes is not known yet"
-        return _made("load", costs, context, loads, why)
+        made = _made("load", costs, context, loads, why)
+        return replace(made, wants_rate=costs.is_stale)
     options = _options(costs.prefill, costs.load, context, loads)
     if way == "load":
         options["load"] = loads
     seconds = {each: _seconds(costs, context, each, options[each]) for each in options}
     chosen, why = _choose(seconds, costs.is_stale) if way is None else (way, "it was asked for")
-    return Plan(chosen, _steps(context, options[chosen]), seconds[chosen], why, seconds)
+    wants_rate = chosen == "load" and costs.is_stale and not _loads_in_doubt(costs, context, loads)
+    return Plan(chosen, _steps(context, options[chosen]), seconds[chosen], why, seconds, wants_rate)
+
+
+def _loads_in_doubt(costs: Costs, context: Context, loads: tuple[Range, ...]) -> bool:
+    """Whether loading is chosen even if the drive is DOUBT times slower than it was."""
+    assert costs.prefill is not None
+    load = replace(costs.load, bytes_per_s=costs.load.bytes_per_s / DOUBT)
+    slower = replace(costs, load=load)
+    options = _options(costs.prefill, load, context, loads)
+    seconds = {each: _seconds(slower, context, each, options[each]) for each in options}
+    return _choose(seconds, is_stale=False)[0] == "load"
 
 
 def _made(way: Way, costs: Costs, context: Context, loads: Sequence[Range], why: str) -> Plan:

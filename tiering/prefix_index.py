@@ -15,16 +15,19 @@ Invariants:
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import TypeAlias
 
 from kvtier.tiering.chain import Tokens
+from kvtier.tiering.fingerprint import EXACT, Provenance
 from kvtier.tiering.geometry import SEGMENT_TOKENS
 from kvtier.tiering.segment import Segment, SegmentView
 from kvtier.tiering.stored_ranges import sound, unbroken
 
 ROOT = 0
 Key = bytes
+TOKEN_KEY_BYTES = 4
+_Path: TypeAlias = "tuple[()] | tuple[SegmentView, _Path]"
+"""Views that lead to a place, the last one first: to go on from it copies none of them."""
 
 
 def _key(tokens: Tokens) -> Key:
@@ -32,11 +35,18 @@ def _key(tokens: Tokens) -> Key:
     return tokens.astype(">u4").tobytes()
 
 
+def _own_key(tokens: Tokens, provenance: Provenance) -> Key:
+    """The place of a Segment among those of one position. Of the same tokens there may be an exact
+    one and one that is not."""
+    return _key(tokens) + (b"" if provenance == EXACT else b"~")
+
+
 def _shared(left: Tokens, right: Tokens) -> int:
     """Tokens that both begin with."""
     size = min(len(left), len(right))
-    differing = np.flatnonzero(left[:size] != right[:size])
-    return int(differing[0]) if len(differing) else size
+    differs = left[:size] != right[:size]
+    at = int(differs.argmax()) if size else 0
+    return at if size and differs[at] else size
 
 
 @dataclass(slots=True)
@@ -63,12 +73,12 @@ class _ByTokens:
             if not self.lengths[length]:
                 del self.lengths[length]
 
-    def leading(self, rest: Tokens) -> dict[int, Segment]:
+    def leading(self, rest: Key) -> dict[int, Segment]:
         """Those whose tokens `rest` begins with."""
         found: dict[int, Segment] = {}
         for length in self.lengths:
-            if length <= len(rest):
-                found.update(self.segments.get(_key(rest[:length]), {}))
+            if length * TOKEN_KEY_BYTES <= len(rest):
+                found.update(self.segments.get(rest[: length * TOKEN_KEY_BYTES], {}))
         return found
 
 
@@ -89,25 +99,25 @@ class _Children:
         return [*self.by_key.values(), *lost]
 
     def list(self, segment: Segment) -> None:
-        key = _key(segment.named_tokens)
+        key = _own_key(segment.named_tokens, segment.provenance)
         assert key not in self.by_key, "the same tokens twice below one position"
         insort(self.keys, key)
         self.by_key[key] = segment
 
     def unlist(self, segment: Segment) -> None:
-        key = _key(segment.named_tokens)
+        key = _own_key(segment.named_tokens, segment.provenance)
         del self.by_key[key]
         self.keys.pop(bisect_left(self.keys, key))
 
     def is_listed(self, segment: Segment) -> bool:
-        return self.by_key.get(_key(segment.named_tokens)) is segment
+        return self.by_key.get(_own_key(segment.named_tokens, segment.provenance)) is segment
 
     def __bool__(self) -> bool:
         return bool(self.keys or self.lost.segments)
 
 
 class PrefixIndex:
-    """Committed Segments of one fingerprint and provenance."""
+    """Committed Segments of one fingerprint and provenance, and the exact ones they continue."""
 
     def __init__(self) -> None:
         self._children: dict[tuple[int, int], _Children] = {}
@@ -120,6 +130,9 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return sum(len(each.keys) for each in self._children.values())
+
+    def __contains__(self, segment: Segment) -> bool:
+        return id(segment) in self._present
 
     @staticmethod
     def _place(parent: SegmentView | None) -> tuple[int, int]:
@@ -202,15 +215,20 @@ class PrefixIndex:
 
     # ---- finding ----------------------------------------------------------------------------
 
-    def find(self, parent: SegmentView | None, tokens: Tokens) -> Segment | None:
-        """The Segment of exactly these tokens below this position."""
+    def find(
+        self, parent: SegmentView | None, tokens: Tokens, provenance: Provenance = EXACT
+    ) -> Segment | None:
+        """The Segment of exactly these tokens and this provenance below this position."""
         children = self._children.get(self._place(parent))
-        return children.by_key.get(_key(tokens)) if children else None
+        return children.by_key.get(_own_key(tokens, provenance)) if children else None
 
-    def find_lost(self, parent: SegmentView | None, tokens: Tokens) -> list[Segment]:
-        """The lost Segments of exactly these tokens below this position."""
+    def find_lost(
+        self, parent: SegmentView | None, tokens: Tokens, provenance: Provenance = EXACT
+    ) -> list[Segment]:
+        """The lost Segments of exactly these tokens and this provenance below this position."""
         children = self._children.get(self._place(parent))
-        return list(children.lost.segments.get(_key(tokens), {}).values()) if children else []
+        found = children.lost.segments.get(_key(tokens), {}) if children else {}
+        return [each for each in found.values() if each.provenance == provenance]
 
     def match(self, tokens: Tokens) -> list[SegmentView]:
         """Views that together hold the longest stored prefix of `tokens`, in order.
@@ -225,9 +243,9 @@ class PrefixIndex:
 
     def _match(self, tokens: Tokens) -> list[SegmentView]:
         """Along the tree alone."""
-        best: list[SegmentView] = []
+        best: _Path = ()
         best_end = 0
-        stack: list[tuple[tuple[int, int], int, list[SegmentView]]] = [((ROOT, 0), 0, [])]
+        stack: list[tuple[tuple[int, int], int, _Path]] = [((ROOT, 0), 0, ())]
         seen: set[tuple[int, int]] = set()
         while stack:
             place, position, path = stack.pop()
@@ -243,8 +261,12 @@ class PrefixIndex:
                 shared = _shared(segment.named_tokens, rest)
                 for limit in {shared, *self._inner(segment, shared)} - {0}:
                     view = SegmentView(segment, limit)
-                    stack.append(((id(segment), limit), position + limit, [*path, view]))
-        return best
+                    stack.append(((id(segment), limit), position + limit, (view, path)))
+        found: list[SegmentView] = []
+        while best:
+            view, best = best
+            found.append(view)
+        return found[::-1]
 
     def walk(self, tokens: Tokens) -> list[SegmentView]:
         """Every Segment that `tokens` lead to, as far as it shares them, lost ones too: what is
@@ -274,8 +296,15 @@ class PrefixIndex:
         children = self._children.get(place)
         if children is None or not len(rest):
             return []
-        found = children.stems.leading(rest)
-        at = bisect_left(children.keys, _key(rest[:SEGMENT_TOKENS]))
+        key = _key(rest[:SEGMENT_TOKENS])
+        found = children.stems.leading(key)
+        found.update(children.lost.leading(key))
+        same = children.by_key.get(key)
+        if same is not None and not same.lost:
+            # None shares more with it.
+            found[id(same)] = same
+            return list(found.values())
+        at = bisect_left(children.keys, key)
         # A neighbour that was lost just now must not hide a sound one behind it.
         for side in (range(at - 1, -1, -1), range(at, len(children.keys))):
             for index in side:
@@ -283,7 +312,6 @@ class PrefixIndex:
                 if not segment.lost:
                     found[id(segment)] = segment
                     break
-        found.update(children.lost.leading(rest))
         return list(found.values())
 
     def _inner(self, segment: Segment, shared: int) -> list[int]:

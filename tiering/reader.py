@@ -13,13 +13,9 @@ import torch
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.io.device import Int64Array
 from kvtier.kernels import launch_checks
-from kvtier.kernels.paged_attention import (
-    Partial,
-    Workspace,
-    dense_causal_attention,
-    merge,
-    paged_attention,
-)
+from kvtier.kernels.paged_attention import dense_causal_attention, merge, paged_attention
+from kvtier.kernels.running import Partial
+from kvtier.kernels.workspace import Workspace
 from kvtier.tiering.extent_io import Unit
 from kvtier.tiering.frame_table import Placed, placed
 from kvtier.tiering.geometry import PAGE_TOKENS, Geometry, LayerGeometry
@@ -101,9 +97,14 @@ class Reader:
             parts.extend(self._past(sequence, query, past))
         else:
             self.mover.read_on_behind(sequence, query.layer, found.slots)
-            parts.append(self._attend_frames(query, found.frames, found.valid))
+            # Float32 is for what is merged; alone, the result is the kernel's as it is.
+            dtype = torch.float32 if parts else query.vectors.dtype
+            attended = self.attend_frames(query, found.frames, found.valid, out_dtype=dtype)
+            parts.append(attended)
         out = parts[0].out if len(parts) == 1 else merge(parts).out
-        return out.to(query.vectors.dtype)
+        dtype = query.vectors.dtype
+        # Even a conversion to the same dtype lets go of the interpreter's lock.
+        return out if out.dtype is dtype else out.to(dtype)
 
     def rows(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [kv_heads, n, key_width] and values [kv_heads, n, value_width] of all n tokens of a
@@ -208,13 +209,15 @@ class Reader:
             self.residency.note(layer, found.slots)
         return found
 
-    def _attend_frames(
+    def attend_frames(
         self,
         query: Query,
         frames: torch.Tensor,
-        valid: torch.Tensor | None,
+        valid: torch.Tensor | int | None,
         visible: torch.Tensor | None = None,
+        out_dtype: torch.dtype = torch.float32,
     ) -> Partial:
+        """Attention over Frames of HOT, which stay what they are meanwhile; see paged_attention."""
         shape = self.geometry.layers[query.layer]
         return paged_attention(
             query.vectors,
@@ -226,6 +229,7 @@ class Reader:
             workspace=self._workspace,
             softcap=query.softcap,
             visible=visible,
+            out_dtype=out_dtype,
         )
 
     def _attend_group(
@@ -253,7 +257,7 @@ class Reader:
                 seen &= all_positions[None] > asking[:, None, None, None] - shape.window
             visible = torch.from_numpy(seen)
         by_head = torch.from_numpy(np.ascontiguousarray(frames.T, np.int64))
-        return self._attend_frames(query, by_head, valid, visible)
+        return self.attend_frames(query, by_head, valid, visible)
 
     @staticmethod
     def _differs_by_query(positions: Int64Array, asking: Int64Array, window: int | None) -> bool:

@@ -15,7 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier.io.extent import Extent
 from kvtier.tiering.catalog_rows import POSITION_MAX
 from kvtier.tiering.chain_hash import ChainHash
-from kvtier.tiering.fingerprint import Provenance
+from kvtier.tiering.fingerprint import EXACT, Provenance
 from kvtier.tiering.geometry import Geometry
 from kvtier.tiering.rebuild_finds import Finds, FoundSegment, NameRecord
 from kvtier.tiering.rebuild_slabs import lost_description
@@ -31,8 +31,8 @@ NAME_LOST: Final = "its end is missing"
 NOT_LOST = (TWICE, NAME_OLDER)
 """Reasons that take nothing from anybody."""
 
-Stream = tuple[bytes, str]
-"""Fingerprint and provenance: Segments continue Segments of the same two only."""
+Place = tuple[int, bytes]
+"""A position, and the digest of the tokens before it."""
 Target = tuple[bytes, int, bytes]
 """Fingerprint, generation and end digest: how a name's record names a Segment."""
 
@@ -101,11 +101,11 @@ class Planner:
         """Everything that can come back. Called once."""
         found = self._whole_segments()
         self._plan_fingerprints(found)
-        streams: dict[Stream, list[FoundSegment]] = defaultdict(list)
+        models: dict[bytes, list[FoundSegment]] = defaultdict(list)
         for segment in self._without_twins(self._of_one_shape(found)):
-            streams[segment.key.fingerprint, segment.key.provenance].append(segment)
-        for segments in streams.values():
-            self._plan_stream(segments)
+            models[segment.key.fingerprint].append(segment)
+        for segments in models.values():
+            self._plan_model(segments)
         for left_out, kept in self._twins:
             target = self._targets.get(_target(kept))
             if target is not None:
@@ -172,13 +172,26 @@ class Planner:
 
     # ---- chains -----------------------------------------------------------------------------
 
-    def _plan_stream(self, segments: list[FoundSegment]) -> None:
-        """Plan what can be followed from position 0, parents first."""
+    def _plan_model(self, segments: list[FoundSegment]) -> None:
+        """Plan what can be followed from position 0, parents first: exact Segments, and what
+        continues them, of each approximate provenance by itself."""
         segments.sort(key=lambda each: (each.key.start_position, _offset(each)))
         wanted = {(each.key.start_position, each.key.start_digest) for each in segments}
-        positions = sorted({position for position, _ in wanted})
+        streams: dict[str, list[FoundSegment]] = {EXACT.text: []}
+        for segment in segments:
+            streams.setdefault(segment.key.provenance, []).append(segment)
         start = ChainHash.at_start()
-        reached = {(0, start.digest): _Position(None, 0, start, True)}
+        exact = {(0, start.digest): _Position(None, 0, start, True)}
+        self._plan_stream(streams.pop(EXACT.text), wanted, exact)
+        for stream in streams.values():
+            self._plan_stream(stream, wanted, dict(exact))
+
+    def _plan_stream(
+        self, segments: list[FoundSegment], wanted: set[Place], reached: dict[Place, _Position]
+    ) -> None:
+        """Plan Segments that go on from what is `reached`, which grows with them. wanted: places
+        where one begins."""
+        positions = sorted({position for position, _ in wanted})
         for segment in segments:
             key = segment.key
             at = reached.get((key.start_position, key.start_digest))

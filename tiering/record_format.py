@@ -55,6 +55,15 @@ def is_name(name: object) -> TypeGuard[str]:
     return isinstance(name, str) and 0 < len(name) <= NAME_CHARACTERS_MAX and name.isprintable()
 
 
+def require_name(name: object) -> None:
+    """Raise ConfigError unless a Sequence can be saved under this name."""
+    if not is_name(name):
+        got = name[:300] if isinstance(name, str) else type(name)
+        raise ConfigError(
+            f"a name has 1 to {NAME_CHARACTERS_MAX} printable characters: got {got!r}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """store_uuid: 16 bytes. fingerprint: 32 bytes. body: plain JSON values."""

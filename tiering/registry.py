@@ -2,6 +2,8 @@
 
 Invariants:
 - What the index finds is committed and sound; what is lost leads it to what lies behind.
+- What is approximate may continue what is exact, never the other way round. The index of each
+  approximate provenance also has the exact Segments that its own continue.
 - A Segment has a slot while a Sequence views it or a memory tier holds a Page of it.
 - A Segment that was never committed goes with its last view; a committed one stays known until it
   is removed from the drive.
@@ -16,7 +18,7 @@ from kvtier.errors import FormatError
 from kvtier.io.catalog import NameRow, SegmentRow
 from kvtier.tiering.catalog_rows import RowChecker
 from kvtier.tiering.chain import Tokens
-from kvtier.tiering.fingerprint import Provenance
+from kvtier.tiering.fingerprint import EXACT, Provenance
 from kvtier.tiering.ledger import Change, Ledger
 from kvtier.tiering.prefix_index import PrefixIndex
 from kvtier.tiering.residency import Residency
@@ -26,7 +28,7 @@ _log = logging.getLogger("kvtier")
 
 
 def _nobody_cares(segment: Segment) -> None:
-    """What `on_unused` does where nothing is read ahead."""
+    """What `on_unused` and `on_moved` do where nobody wants to know."""
 
 
 class Registry:
@@ -41,9 +43,47 @@ class Registry:
         self.committed: dict[int, Segment] = {}
         self.on_unused: Callable[[Segment], None] = _nobody_cares
         """Called when the last view of a Segment goes, while it still has its slot."""
+        self.on_moved: Callable[[Segment], None] = _nobody_cares
+        """Called when a Segment is about to lose its slot, or Extents that it had: what somebody
+        knows of its Pages by slot holds no more."""
 
     def index(self, provenance: Provenance) -> PrefixIndex:
         return self.indexes.setdefault(provenance, PrefixIndex())
+
+    # ---- finding ----------------------------------------------------------------------------
+
+    def match(self, provenance: Provenance, tokens: Tokens) -> list[SegmentView]:
+        """The longest stored prefix of `tokens` for who takes this provenance: exact KV too."""
+        exact = self.index(EXACT).match(tokens)
+        if provenance == EXACT:
+            return exact
+        own = self.index(provenance).match(tokens)
+        return own if own and own[-1].end > (exact[-1].end if exact else 0) else exact
+
+    def walk(self, provenance: Provenance, tokens: Tokens) -> list[SegmentView]:
+        """Every Segment that `tokens` lead to for who takes this provenance, lost ones too."""
+        found = self.index(provenance).walk(tokens)
+        if provenance != EXACT:
+            known = {id(view.segment) for view in found}
+            exact = self.index(EXACT).walk(tokens)
+            found += [view for view in exact if id(view.segment) not in known]
+            found.sort(key=lambda view: (view.segment.start, -view.limit))
+        return found
+
+    def _list(self, segment: Segment) -> None:
+        """Make a Segment findable, behind the exact ones that it continues."""
+        index = self.index(segment.provenance)
+        chain = [segment]
+        while (parent := chain[-1].parent) is not None and parent.segment not in index:
+            if parent.segment.provenance == segment.provenance:
+                break
+            chain.append(parent.segment)
+        for each in reversed(chain):
+            index.add(each)
+
+    def _listing(self, segment: Segment) -> list[PrefixIndex]:
+        """Every index that a Segment is in."""
+        return [index for index in self.indexes.values() if segment in index]
 
     # ---- from the catalog -------------------------------------------------------------------
 
@@ -81,13 +121,13 @@ class Registry:
             unavailable=self.inventory.entries[row.id].unavailable,
         )
         self.committed[row.id] = segment
-        self.index(segment.provenance).add(segment)
+        self._list(segment)
 
     def add(self, segment: Segment, catalog_id: int) -> None:
         """A Segment is committed now."""
         segment.commit(catalog_id)
         self.committed[catalog_id] = segment
-        self.index(segment.provenance).add(segment)
+        self._list(segment)
 
     def tokens_of(self, name: NameRow) -> tuple[Tokens, Provenance]:
         """All tokens that a name stands for. Raises FormatError where its row cannot be true."""
@@ -141,6 +181,8 @@ class Registry:
         """Give back Extents of a Segment that the catalog does not name, where it has them."""
         assert segment.catalog_id is None
         layers = list(layers)
+        if segment.slot != NO_SLOT:
+            self.on_moved(segment)
         held = [segment.extents[layer] for layer in layers]
         self.ledger.release([extent for extent in held if extent is not None])
         for layer in layers:
@@ -154,8 +196,10 @@ class Registry:
                 self._give_slot(segment)
 
     def _give_slot(self, segment: Segment) -> None:
+        self.on_moved(segment)
         segment.history = self.residency.give_slot(segment.slot)
         segment.slot = NO_SLOT
+        segment.digests = {}
 
     # ---- gone -------------------------------------------------------------------------------
 
@@ -166,7 +210,8 @@ class Registry:
         for segment in segments:
             if segment.catalog_id is None:
                 continue
-            self.index(segment.provenance).lose(segment)
+            for index in self._listing(segment):
+                index.lose(segment)
             if segment.damaged:
                 damaged.append(segment.catalog_id)
         entries = self.inventory.entries
@@ -180,7 +225,8 @@ class Registry:
             segment = self.committed.pop(catalog_id, None)
             if segment is None:
                 continue
-            self.index(segment.provenance).remove(segment)
+            for index in self._listing(segment):
+                index.remove(segment)
             self._disown(segment)
 
     def take_place(self, segment: Segment, lost: Segment) -> None:
@@ -189,7 +235,8 @@ class Registry:
         assert lost.catalog_id is not None
         segment.commit(lost.catalog_id)
         self.committed[lost.catalog_id] = segment
-        self.index(segment.provenance).replace(lost, segment)
+        for index in self._listing(lost):
+            index.replace(lost, segment)
         self._disown(lost)
 
     def _disown(self, segment: Segment) -> None:

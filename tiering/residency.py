@@ -6,8 +6,8 @@ use has in these arrays. There is no Python object per page or token.
 Invariants:
 - frames[layer][slot, head, page] is a Frame of that tier or NO_FRAME; pages[layer, slot] counts
   the former.
-- drops[layer] rises whenever a unit of that layer leaves the tier: what was made of Frames of this
-  layer holds as long as it stays the same.
+- drops[layer] rises whenever a unit of that layer leaves the tier; dropped_at[layer, slot] is what
+  it was when the unit there left last. What was made of Frames holds until a unit of them leaves.
 - A unit (layer, slot) with leases > 0 is never a victim.
 - A unit that is not on NVME has its only copy in HOT and is never a victim.
 
@@ -29,10 +29,13 @@ from kvtier.tiering.segment import History
 
 NO_FRAME = -1
 SLOTS_AT_FIRST = 16
+FEW_UNITS = 4
 NOTED_MAX = 4096
 """Arrays of slots that are kept until their uses are counted."""
 
 SlotArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+FrameMap = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -52,20 +55,36 @@ class TierMap:
 
     def __init__(self, tier: MemoryTier, geometry: Geometry) -> None:
         self.tier = tier
-        self.frames = [
-            np.full((SLOTS_AT_FIRST, layer.kv_heads, SEGMENT_PAGES), NO_FRAME, np.int32)
-            for layer in geometry.layers
-        ]
+        heads = [layer.kv_heads for layer in geometry.layers]
+        self._stacks = {
+            each: np.full(
+                (heads.count(each), SLOTS_AT_FIRST, each, SEGMENT_PAGES), NO_FRAME, np.int32
+            )
+            for each in set(heads)
+        }
+        """Frames of layers with as many heads, [layers, slots, heads, pages]."""
+        self._heads = np.array(heads, np.int64)
+        self._places = np.array([heads[:i].count(each) for i, each in enumerate(heads)], np.int64)
+        """Which layer of its stack each one is."""
+        self.frames = self._by_layer()
         self.pages = np.zeros((len(geometry.layers), SLOTS_AT_FIRST), np.int32)
         self.drops = [0] * len(geometry.layers)
+        self.dropped_at = np.zeros(self.pages.shape, np.int64)
+        """By layer and slot: drops[layer] when a unit left it last."""
 
     def grow(self, slots: int) -> None:
-        added = slots - self.pages.shape[1]
-        self.frames = [
-            np.concatenate([each, np.full((added, *each.shape[1:]), NO_FRAME, np.int32)])
-            for each in self.frames
-        ]
-        self.pages = np.pad(self.pages, ((0, 0), (0, added)))
+        added = ((0, 0), (0, slots - self.pages.shape[1]))
+        self._stacks = {
+            heads: np.pad(each, (*added, (0, 0), (0, 0)), constant_values=NO_FRAME)
+            for heads, each in self._stacks.items()
+        }
+        self.frames = self._by_layer()
+        self.pages = np.pad(self.pages, added)
+        self.dropped_at = np.pad(self.dropped_at, added)
+
+    def _by_layer(self) -> list[FrameMap]:
+        places = zip(self._heads.tolist(), self._places.tolist(), strict=True)
+        return [self._stacks[heads][place] for heads, place in places]
 
     def put(self, layer: int, slot: int, first_page: int, frames: FrameArray) -> None:
         """Record Frames [heads, n] for the Pages from `first_page` on."""
@@ -74,13 +93,38 @@ class TierMap:
         where[:] = frames
         self.pages[layer, slot] += frames.size
 
-    def put_unit(self, layer: int, slot: int, frames: FrameArray) -> bool:
-        """Record Frames [heads, n] for all Pages of a unit. False: it has some here already."""
-        if self.pages[layer, slot]:
-            return False
-        self.frames[layer][slot, :, : frames.shape[1]] = frames
-        self.pages[layer, slot] = frames.size
-        return True
+    def put_units(
+        self,
+        layers: SlotArray,
+        slots: SlotArray,
+        frames: FrameArray,
+        begins: SlotArray,
+        counts: SlotArray,
+    ) -> BoolArray:
+        """Record Frames for all Pages of units, each named once: `counts` of `frames` for each,
+        from `begins` on. bool [units]: False for what has some here already, and gets none."""
+        taken: BoolArray = self.pages[layers, slots] == 0
+        if not taken.all():
+            layers, slots = layers[taken], slots[taken]
+            begins, counts = begins[taken], counts[taken]
+        self.pages[layers, slots] = counts
+        heads = self._heads[layers]
+        # A few are written faster one by one.
+        whole = (counts == heads * SEGMENT_PAGES) & (len(slots) > FEW_UNITS)
+        for each, stack in self._stacks.items() if len(slots) > FEW_UNITS else ():
+            some = (whole & (heads == each)).nonzero()[0]
+            if len(some):
+                places = self._places[layers[some]] * stack.shape[1] + slots[some]
+                count = each * SEGMENT_PAGES
+                rows = frames[begins[some, None] + np.arange(count)]
+                stack.reshape(-1, count)[places] = rows
+        # At most the last one of a context in each layer.
+        cut = (~whole).nonzero()[0]
+        columns = (each[cut].tolist() for each in (layers, slots, begins, counts))
+        for layer, slot, begin, count in zip(*columns, strict=True):
+            where = self.frames[layer][slot]
+            where[:, : count // len(where)] = frames[begin : begin + count].reshape(len(where), -1)
+        return taken
 
     def held(self, layer: int, slot: int) -> FrameArray:
         """Every Frame of a unit, as a vector."""
@@ -92,6 +136,7 @@ class TierMap:
         """Forget a unit and give its Frames back to the tier."""
         if self.pages[layer, slot]:
             self.drops[layer] += 1
+            self.dropped_at[layer, slot] = self.drops[layer]
             self.tier.give(layer, self.held(layer, slot))
             self.frames[layer][slot] = NO_FRAME
             self.pages[layer, slot] = 0

@@ -1,7 +1,6 @@
 """Stored prefixes: found, leased, brought into HOT, and given up where their bytes are damaged."""
 
 import time
-from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 
 import numpy as np
@@ -10,8 +9,9 @@ from kvtier.errors import DeviceError, FormatError
 from kvtier.tiering import stored_ranges
 from kvtier.tiering.chain import Tokens
 from kvtier.tiering.costs import CostMeter
-from kvtier.tiering.extent_io import ExtentIO, Unit
+from kvtier.tiering.extent_io import ExtentIO
 from kvtier.tiering.fingerprint import Provenance
+from kvtier.tiering.frame_table import KeptTables
 from kvtier.tiering.geometry import Geometry
 from kvtier.tiering.ledger import Ledger
 from kvtier.tiering.registry import Registry
@@ -21,8 +21,11 @@ from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.steps import Pause, Reading, Steps, run
 from kvtier.tiering.stored_ranges import Range
 from kvtier.tiering.transfer import Mover
+from kvtier.tiering.units import Units
 
 HEAVY_TOKENS = 16 * 1024
+TABLE_BYTES = 16
+"""Of tables that are kept, for each Frame that HOT has room for: twice what its number takes."""
 
 
 class Restorer:
@@ -43,8 +46,11 @@ class Restorer:
         self.extents = extents
         self.registry = registry
         self.ledger = ledger
+        frame_bytes = min(map(geometry.frame_bytes, range(len(geometry.layers))))
+        self.tables = KeptTables(residency.hot.tier.limit_bytes // frame_bytes * TABLE_BYTES)
         self.costs = CostMeter.start()
         extents.flow.tell = self.costs.note_load
+        extents.flow.tell_at_most = self.costs.note_load_at_most
         self.tokens_looked_up = 0
         self.tokens_matched = 0
         self.matched_in_hot = self.matched_in_host = 0
@@ -69,8 +75,11 @@ class Restorer:
             if len(wanted) > HEAVY_TOKENS:
                 # Their match, and the list of their units, take milliseconds.
                 yield Pause.HEAVY
-            self.attach(sequence, self.registry.index(sequence.provenance).match(wanted))
+            self.attach(sequence, self.registry.match(sequence.provenance, wanted))
             in_hot, in_host = self._in_memory(sequence)
+            if in_hot == sequence.length():
+                self._use(sequence, lazily=lazily)
+                break
             bring = self._announcing if lazily else self._loading
             if (yield from self._is_sound(sequence, bring(sequence, reading))):
                 break
@@ -100,7 +109,7 @@ class Restorer:
 
     def walk(self, sequence: Sequence, wanted: Tokens) -> list[SegmentView]:
         """All Segments that `wanted` leads to, lost ones too."""
-        return self.registry.index(sequence.provenance).walk(wanted)
+        return self.registry.walk(sequence.provenance, wanted)
 
     def behind(self, sequence: Sequence, wanted: Tokens) -> list[SegmentView]:
         """What is stored of `wanted` from the end of a Sequence on."""
@@ -110,23 +119,31 @@ class Restorer:
         self, provenance: Provenance, wanted: Tokens
     ) -> tuple[list[SegmentView], list[Range]]:
         """What is stored of `wanted`, behind holes too, and the holes."""
-        index = self.registry.index(provenance)
-        walked = index.walk(wanted)
-        stored = stored_ranges.chains(walked, index.match(wanted))
+        walked = self.registry.walk(provenance, wanted)
+        stored = stored_ranges.chains(walked, self.registry.match(provenance, wanted))
         return stored, stored_ranges.holes(walked, stored_ranges.ranges(stored))
 
     def _in_memory(self, sequence: Sequence) -> tuple[int, int]:
         """Tokens of what was attached that HOT has in every layer, and that HOT or HOST has."""
         views, end = sequence.views, sequence.length()
+        slots = np.array([view.segment.slot for view in views], np.int64)
+        if self.residency.hot.pages[:, slots].all():
+            return end, 0
         # A layer with a window needs nothing of what lies before it.
         first = np.array([[layer.first_seen(end)] for layer in self.geometry.layers])
-        slots = np.array([view.segment.slot for view in views], np.int64)
         limits = np.array([view.limit for view in views], np.int64)
         unseen = np.array([view.end for view in views], np.int64) <= first
         hot = unseen | (self.residency.hot.pages[:, slots] > 0)
         host = self.residency.host.pages[:, slots] > 0
         in_hot = int(limits @ hot.all(axis=0))
         return in_hot, int(limits @ (hot | host).all(axis=0)) - in_hot
+
+    def _use(self, sequence: Sequence, *, lazily: bool) -> None:
+        """Begin to use a match that HOT has all of: nothing is read, and everything was checked."""
+        self._begin_session()
+        sequence.all_hot_at = sequence.views, sum(self.residency.hot.drops)
+        if not lazily:
+            self.mover.touch(self.seen(sequence.views, sequence.length()))
 
     def attach(self, sequence: Sequence, views: Listing[SegmentView]) -> None:
         """Have a Sequence go on with these; nothing is read yet."""
@@ -142,6 +159,10 @@ class Restorer:
 
     def accept(self, sequence: Sequence, wanted: Tokens) -> None:
         """What was attached is there: name its tokens, count it, note its use."""
+        tables = self.tables.take(sequence.views)
+        for kept in tables.values():
+            sequence.views = kept.views
+        sequence.table.placed = tables
         sequence.tokens = wanted[: sequence.length()].copy()
         self.tokens_matched += sequence.length()
         self.touch(sequence)
@@ -151,27 +172,26 @@ class Restorer:
         ids = [view.segment.catalog_id for view in sequence.views]
         self.ledger.touch([each for each in ids if each is not None])
 
-    def units(self, sequence: Sequence, held: int = 0) -> list[Unit]:
+    def units(self, sequence: Sequence, held: int = 0) -> Units:
         """What a restore brings into HOT, layer by layer: of layers with a window, its Pages.
 
         held: how many of its views are there already; they are used now, too.
         """
-        # Two passes begun: all that HOT holds so far is idle against what is wanted now.
-        self.residency.begin_pass()
-        self.residency.begin_pass()
-        for layer in range(len(self.geometry.layers)) if held else ():
-            self.mover.touch([Unit(view.segment, layer) for view in sequence.views[:held]])
+        self._begin_session()
+        if held:
+            # However old: attention may look before a window where it was cropped.
+            self.mover.touch(self.seen(sequence.views[:held], 0))
         return self.seen(sequence.views[held:], sequence.length())
 
-    def seen(self, views: Iterable[SegmentView], end: int) -> list[Unit]:
+    def _begin_session(self) -> None:
+        """Two passes begun: all that HOT holds so far is idle against what is wanted now."""
+        self.residency.begin_pass()
+        self.residency.begin_pass()
+
+    def seen(self, views: Listing[SegmentView], end: int) -> Units:
         """Units of these views, layer by layer, that the end of a stream sees: of layers with a
         window not what lies before it."""
-        views = list(views)
-        units = []
-        for layer, shape in enumerate(self.geometry.layers):
-            first = shape.first_seen(end)
-            units += [Unit(view.segment, layer) for view in views if view.end > first]
-        return units
+        return Units.by_layer(views, [layer.first_seen(end) for layer in self.geometry.layers])
 
     def _loading(self, sequence: Sequence, reading: Reading, held: int = 0) -> Steps[None]:
         """Bring a match into HOT as far as it has room, and check the headers of the rest."""
@@ -189,19 +209,16 @@ class Restorer:
     def _announcing(self, sequence: Sequence, reading: Reading) -> Steps[None]:
         """Check the headers of a match as far as they are not known, and begin to read it."""
         units = self.units(sequence)
-        new = [each for each in units if not self.extents.knows_header(each)]
+        new = Units.of(units[each] for each in self.extents.unknown_headers(units))
         yield from self.extents.checking_headers(new, reading)
         self.mover.ahead.go_on(units)
 
-    def bytes_to_read(self, units: Iterable[Unit]) -> int:
+    def bytes_to_read(self, units: Units) -> int:
         """Bytes of the Extents of what no memory tier has."""
+        layers, slots = units.layers, units.slots
         hot, host = self.residency.hot.pages, self.residency.host.pages
-        total = 0
-        for unit in units:
-            slot, extent = unit.segment.slot, unit.segment.extents[unit.layer]
-            in_memory = slot != NO_SLOT and (hot[unit.layer, slot] or host[unit.layer, slot])
-            total += extent.length if extent is not None and not in_memory else 0
-        return total
+        absent = (slots == NO_SLOT) | ((hot[layers, slots] == 0) & (host[layers, slots] == 0))
+        return int(self.extents.sizes(units).extent_bytes[absent].sum())
 
     def _is_sound(self, sequence: Sequence, bringing: Steps[None], held: int = 0) -> Steps[bool]:
         """Bring what was attached behind the first `held` views. False: some of it is damaged, and

@@ -2,7 +2,7 @@
 
 Invariants:
 - A unit (layer, slot) leaves HOT only when a valid copy is on NVME, and never while it is leased.
-- Nothing is evicted unless that frees enough.
+- No unit is evicted unless that frees enough.
 - A unit in HOST is not in HOT: what moves up leaves its place to what moves down. (Two reads of one
   unit at once are the exception; HOST then has it already when it leaves HOT.)
 """
@@ -13,6 +13,7 @@ import torch
 from kvtier.tiering import eviction
 from kvtier.tiering.eviction import ReadCost, Usage
 from kvtier.tiering.geometry import Geometry
+from kvtier.tiering.page_cache import PageCache
 from kvtier.tiering.residency import Residency, SlotArray, TierMap
 
 Newcomers = tuple[SlotArray, SlotArray]
@@ -25,6 +26,7 @@ class Room:
     def __init__(self, geometry: Geometry, residency: Residency) -> None:
         self.residency = residency
         self.cost = ReadCost()
+        self.page_cache = PageCache(geometry, residency)
         self.pages_evicted = 0
         """From HOT."""
         self.frame_bytes = np.array(
@@ -50,18 +52,25 @@ class Room:
             return True
         if needed_bytes > tier.limit_bytes:
             return False
+        # Single Pages that were not wanted lately go before whole units, the others after them.
+        missing -= self.page_cache.give_up(missing)
+        if missing <= 0:
+            return True
         residency.settle()
         usage = self._usage(residency.hot)
         spared = ~eviction.idle(usage) if idle_only else None
         if spared is not None and newcomers is not None and not residency.interval[newcomers].any():
             spared |= eviction.comes_back(usage)
         victims = eviction.plan_eviction(usage, self.cost, missing, spared)
-        if victims.freed_bytes < missing:
+        short = missing - victims.freed_bytes
+        if short > 0 and (idle_only or self.page_cache.leaving_bytes < short):
             return False
         self.pages_evicted += int(residency.hot.pages[victims.layers, victims.slots].sum())
         self.keep_in_host(victims.layers, victims.slots)
         for layer, slot in zip(victims.layers.tolist(), victims.slots.tolist(), strict=True):
             residency.hot.drop(layer, slot)
+        if short > 0:
+            self.page_cache.give_up(short, lately=True)
         return True
 
     def _usage(self, tier: TierMap) -> Usage:

@@ -11,6 +11,7 @@ Invariants:
 
 import secrets
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvtier.errors import KvtierError
 from kvtier.io.extent import Extent
@@ -19,6 +20,10 @@ from kvtier.tiering.extent_format import Directory
 from kvtier.tiering.fingerprint import EXACT, Provenance
 from kvtier.tiering.geometry import SEGMENT_TOKENS
 from kvtier.tiering.page_layout import Order
+
+if TYPE_CHECKING:
+    # What a store holds is listed without torch.
+    from kvtier.kernels.digests import PageDigests
 
 NO_SLOT = -1
 NO_DRIVE = -1
@@ -57,6 +62,8 @@ class Segment:
     """Per layer; 0: not known yet, because another process wrote it."""
     orders: list[Order | None] = field(init=False)
     """Per layer; None: in the order of positions, or not known yet; see knows_order."""
+    digests: "dict[int, PageDigests]" = field(default_factory=dict)
+    """By layer: of those that a sparse query chose from, while it has a slot."""
     generation: int = 0
     tokens: Tokens | None = None
     start_digest: bytes = b""

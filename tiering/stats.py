@@ -61,6 +61,16 @@ class StoreStats:
     """Of these, given up before they were used, or not as they should be."""
     pages_evicted: int
     """From HOT."""
+    pages_to_choose: int
+    """Pages that queries with a budget could choose from, those of every kv head and layer."""
+    pages_chosen: int
+    """Of these, read by them."""
+    pages_recalled: int
+    """Of those chosen, what was not in HOT, one by one or ahead of its use."""
+    bytes_recalled: int
+    """What reading these took, with holes and rounding."""
+    bytes_recall_wanted: int
+    """What they are."""
     segments: int
     segments_unavailable: int
     """Of these, how many lie on a drive that is missing."""
@@ -93,6 +103,7 @@ def collect(store: StoreCore) -> StoreStats:
     counters, catalog = store._extents.counters, catalog_bytes(store._files.catalog.path)
     written = device.traffic.bytes_written - store._bytes_written_before
     growth = catalog - store._catalog_bytes_at_open
+    recalled = store._sparse.recall.counters
     stored = store._committer.kv_bytes + store._blobs.sealed_bytes
     return StoreStats(
         store_uuid=store._files.region.store_uuid,
@@ -126,6 +137,11 @@ def collect(store: StoreCore) -> StoreStats:
         pages_ahead=store._mover.ahead.pages,
         pages_ahead_in_vain=store._mover.ahead.pages_in_vain,
         pages_evicted=store._room.pages_evicted,
+        pages_to_choose=store._sparse.pages_to_choose,
+        pages_chosen=store._sparse.pages_chosen,
+        pages_recalled=recalled.pages_missed + recalled.pages_ahead,
+        bytes_recalled=recalled.bytes_read,
+        bytes_recall_wanted=recalled.bytes_wanted,
         segments=len(store._registry.committed),
         segments_unavailable=sum(e.unavailable for e in store._registry.committed.values()),
         segments_evicted=store._space.segments_evicted,

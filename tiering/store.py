@@ -22,18 +22,9 @@ from kvtier.tiering.fingerprint import EXACT, Provenance
 from kvtier.tiering.holds import hold_end
 from kvtier.tiering.packing import as_tensor
 from kvtier.tiering.reader import Query
-from kvtier.tiering.record_format import NAME_CHARACTERS_MAX, is_name
+from kvtier.tiering.record_format import require_name
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.store_core import StoreCore
-
-
-def require_name(name: object) -> None:
-    """Raise ConfigError unless a Sequence can be saved under this name."""
-    if not is_name(name):
-        got = name[:300] if isinstance(name, str) else type(name)
-        raise ConfigError(
-            f"a name has 1 to {NAME_CHARACTERS_MAX} printable characters: got {got!r}"
-        )
 
 
 class Store(StoreCore):
@@ -103,16 +94,20 @@ class Store(StoreCore):
         """Have a Sequence go on upon what `other` holds instead of its own Segments of the same
         first tokens, computed or loaded anew because the old ones are lost. During a pass too.
 
-        Both are named so far, of one provenance, and `other` ends where a Segment of the Sequence
-        does. `other` is released. Raises ConfigError, and changes nothing, where it does not fit.
+        Both are named so far, of one provenance or `other` is exact, and it ends where a Segment of
+        the Sequence does. `other` is released. Raises ConfigError, and changes nothing, where it
+        does not fit.
         """
         with self._lock:
             self._require_open(sequence)
             self._require_open(other)
             other.require_between_passes()
             held = other.length()
-            if sequence is other or sequence.provenance != other.provenance:
-                raise ConfigError("only another sequence of the same provenance can be grafted in")
+            if sequence is other or not sequence.provenance.may_follow(other.provenance):
+                raise ConfigError(
+                    "only another sequence of the same provenance, or an exact one, can be "
+                    "grafted in"
+                )
             named = min(len(sequence.tokens), len(other.tokens)) >= held
             if not named or not np.array_equal(other.tokens[:held], sequence.tokens[:held]):
                 raise ConfigError(
@@ -137,6 +132,25 @@ class Store(StoreCore):
                 self._registry.release(view.segment)
             self.release(other)
 
+    def go_on_approximately(self, sequence: Sequence, provenance: Provenance) -> None:
+        """Say that what is appended to an exact Sequence from now on is approximate: an exact
+        request never finds it. Its Tail is sealed, and stays exact.
+
+        Raises ConfigError for a provenance that is exact, for a Sequence that is approximate in
+        another way, or during a pass.
+        """
+        with self._lock:
+            self._require_open(sequence)
+            if sequence.provenance == provenance != EXACT:
+                return
+            if provenance == EXACT or sequence.provenance != EXACT:
+                raise ConfigError(
+                    f"a sequence that is {sequence.provenance.text} cannot go on as "
+                    f"{provenance.text}"
+                )
+            self._writer.seal(sequence)
+            sequence.provenance = provenance
+
     def stored(self, tokens: object, *, provenance: Provenance = EXACT) -> list[tuple[int, int]]:
         """Ranges [start, end) of `tokens` that are stored, those behind holes too. Reads no KV."""
         wanted = as_tokens(tokens)
@@ -159,7 +173,7 @@ class Store(StoreCore):
         wanted = as_tokens(tokens)
         with self._lock:
             self._require_open()
-            views = self._registry.index(provenance).match(wanted)
+            views = self._registry.match(provenance, wanted)
             return views[-1].end if views else 0
 
     def saved(self, name: str) -> tuple[Tokens, Provenance]:
@@ -239,13 +253,15 @@ class Store(StoreCore):
         values: object = None,
         scale: float | None = None,
         softcap: float | None = None,
+        budget: float | None = None,
     ) -> torch.Tensor:
         """Exact causal attention of the last n tokens over everything before and among them.
 
         query [q_heads, n, key_width] -> [q_heads, n, value_width]. keys, values: what was
         appended for those n tokens, if at hand (saves reading a long chunk back). scale:
-        1 / sqrt(key_width) unless given. Raises ConfigError, DeviceError, and FormatError for
-        damaged bytes.
+        1 / sqrt(key_width) unless given. budget: attend to the pages that the query chooses, up to
+        this share of the bytes of what is sealed, and to the Tail; for one token. Raises
+        ConfigError, DeviceError, and FormatError for damaged bytes.
         """
         with self._lock:
             self._require_open(sequence, is_urgent=True)
@@ -260,10 +276,17 @@ class Store(StoreCore):
                 None if values is None else as_tensor(values),
             )
             try:
+                if budget is not None and self._is_sparse(sequence, layer, budget):
+                    return self._sparse.attend(sequence, asked, budget)
                 return self._reader.attend(sequence, asked)
             except (FormatError, DeviceError):
                 self._restorer.quarantine(sequence)
                 raise
+
+    def _is_sparse(self, sequence: Sequence, layer: int, budget: float) -> bool:
+        if not 0 < budget <= 1:
+            raise ConfigError(f"a budget is a share above 0 and at most 1: got {budget!r}")
+        return budget < 1 and self._sparse.can(sequence, layer)
 
     def read(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [kv_heads, n, key_width] and values [kv_heads, n, value_width] of all n tokens of a
@@ -360,7 +383,7 @@ class Store(StoreCore):
     def _adopt_stored(self, sequence: Sequence, held: int) -> bool:
         """Where the store has all tokens of a Sequence already, continue it on those Segments:
         what is known is not written again."""
-        views = self._registry.index(sequence.provenance).match(sequence.tokens[:held])
+        views = self._registry.match(sequence.provenance, sequence.tokens[:held])
         if not views or views[-1].end < held or not sequence.between_passes:
             return False
         for view in views:

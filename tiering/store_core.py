@@ -18,6 +18,7 @@ from kvtier.io.buffers import BufferPool
 from kvtier.io.catalog import NameRow
 from kvtier.tiering.background_scrub import background_scrub
 from kvtier.tiering.blobs import BlobShelf, blob_key, blob_view
+from kvtier.tiering.clusterer import ByKeys, ByPosition, Placement
 from kvtier.tiering.committer import Committer, add_fingerprint
 from kvtier.tiering.config import Config
 from kvtier.tiering.drive_space import DriveSpace
@@ -29,7 +30,7 @@ from kvtier.tiering.geometry import Geometry
 from kvtier.tiering.holds import Holds
 from kvtier.tiering.ledger import Change
 from kvtier.tiering.opening import OpenFiles, open_files
-from kvtier.tiering.packing import Placement, PositionOrder
+from kvtier.tiering.page_table import PageTable
 from kvtier.tiering.process_lock import ProcessLock
 from kvtier.tiering.reader import Reader
 from kvtier.tiering.registry import Registry
@@ -39,6 +40,7 @@ from kvtier.tiering.restorer import Restorer
 from kvtier.tiering.room import Room
 from kvtier.tiering.scrubber import RATE_DEFAULT, Scrubber
 from kvtier.tiering.sequence import Sequence
+from kvtier.tiering.sparse_reader import SparseReader
 from kvtier.tiering.stats import StoreStats, catalog_bytes, collect
 from kvtier.tiering.stats_file import StatsFile
 from kvtier.tiering.store_files import COSTS
@@ -75,12 +77,38 @@ class StoreCore:
         """Ends what threads of others still do with this store; called without its lock."""
         self._to_release: deque[list[Sequence]] = deque()
         self._own: WeakSet[Sequence] = WeakSet()
+        self._make_walk(config, placement)
+        self._restorer = Restorer(
+            geometry, self._residency, self._mover, self._extents, self._registry, files.ledger
+        )
+        self.costs = self._restorer.costs
+        """What loading and computing take here, as measured."""
+        self.costs.calibrated(files.measured.values())
+        self.costs.restore(self._costs_path, fingerprint.hex)
+        self._holds = Holds(files.ledger, config.hold_limit_bytes(files.allocator.window_bytes))
+        self._fingerprint_id = add_fingerprint(files, self._space, fingerprint, geometry)
+        self._committer = Committer(
+            self._registry, files.ledger, self._space, self._extent_writer, self._fingerprint_id
+        )
+        own = [row for row in files.rows if row.fingerprint_id == self._fingerprint_id]
+        files.rows.clear()
+        self._registry.load(own, len(geometry.layers))
+        self._blobs = BlobShelf(self._extents, files.ledger, self._fingerprint_id)
+        self._blobs.load()
+        self._catalog_bytes_at_open = catalog_bytes(files.catalog.path)
+        self._stats_file = StatsFile(Path(files.catalog.path).parent, region.store_uuid)
+        self._write_stats(is_open=True)  # So is seen who will only read.
+
+    def _make_walk(self, config: Config, placement: Placement) -> None:
+        """The parts that bytes pass through, from the device to attention."""
+        files, geometry = self._files, self.geometry
+        region, ledger = files.region, files.ledger
         buffers = BufferPool(bounce_bytes(geometry))
         region.device.register(buffers.memory)
-        owner = Owner(uuid.UUID(region.store_uuid).bytes, fingerprint.digest)
+        owner = Owner(uuid.UUID(region.store_uuid).bytes, self.fingerprint.digest)
         hot = MemoryTier("HOT", config.hot_bytes, geometry)
         host = MemoryTier("HOST", config.host_bytes, geometry)
-        ledger = self._ledger = files.ledger
+        self._ledger = ledger
         self._residency = Residency(geometry, hot, host)
         self._registry = Registry(ledger, self._residency)
         self._space = DriveSpace(files.allocator, ledger, self._registry)
@@ -94,26 +122,10 @@ class StoreCore:
             geometry, self._residency, self._mover, self._extent_writer, self._registry
         )
         self._reader = Reader(geometry, self._residency, self._mover)
-        self._restorer = Restorer(
-            geometry, self._residency, self._mover, self._extents, self._registry, ledger
+        self._sparse = SparseReader(
+            self._reader, self._writer.write_out, config.sketch_bits or None
         )
-        self.costs = self._restorer.costs
-        """What loading and computing take here, as measured."""
-        self.costs.calibrated(files.measured.values())
-        self.costs.restore(self._costs_path, fingerprint.hex)
-        self._holds = Holds(ledger, config.hold_limit_bytes(files.allocator.window_bytes))
-        self._fingerprint_id = add_fingerprint(files, self._space, fingerprint, geometry)
-        self._committer = Committer(
-            self._registry, ledger, self._space, self._extent_writer, self._fingerprint_id
-        )
-        own = [row for row in files.rows if row.fingerprint_id == self._fingerprint_id]
-        files.rows.clear()
-        self._registry.load(own, len(geometry.layers))
-        self._blobs = BlobShelf(self._extents, ledger, self._fingerprint_id)
-        self._blobs.load()
-        self._catalog_bytes_at_open = catalog_bytes(files.catalog.path)
-        self._stats_file = StatsFile(Path(files.catalog.path).parent, region.store_uuid)
-        self._write_stats(is_open=True)  # So is seen who will only read.
+        self._registry.on_moved = self._sparse.recall.forget
 
     @classmethod
     def open(
@@ -126,8 +138,9 @@ class StoreCore:
     ) -> Self:
         """Open the store in a directory, or make one there.
 
-        Raises ConfigError, CapacityError, LockedError, ForeignDataError, WrongStoreError,
-        FormatError, DeviceError; on an error nothing stays open.
+        placement: in which order tokens lie in their Pages; None: as the Config says, keys being
+        compared as they are given. Raises ConfigError, CapacityError, LockedError,
+        ForeignDataError, WrongStoreError, FormatError, DeviceError; on an error nothing stays open.
         """
         config = config or Config()
         minimum = hot_bytes_min(geometry)
@@ -136,9 +149,12 @@ class StoreCore:
                 f"hot is {config.hot_bytes} bytes; this model needs at least {minimum} bytes: "
                 "one layer of 512 tokens, and a page of new tokens in every layer"
             )
+        if placement is None:
+            by_keys = config.placement == "keys"
+            placement = ByKeys(geometry) if by_keys else ByPosition()
         files = open_files(Path(path), config)
         try:
-            return cls(files, geometry, fingerprint, config, placement or PositionOrder())
+            return cls(files, geometry, fingerprint, config, placement)
         except BaseException:
             files.close()
             raise
@@ -302,6 +318,8 @@ class StoreCore:
     def _release_views(self, sequence: Sequence) -> None:
         self._writer.growing.discard(sequence)
         sequence.reserved_bytes = 0
+        self._restorer.tables.keep(sequence.views, sequence.table.placed)
+        sequence.table = PageTable()
         for segment in [*(view.segment for view in sequence.views), *sequence.tail]:
             self._registry.release(segment)
         sequence.views, sequence.tail = (), []
@@ -326,10 +344,12 @@ class StoreCore:
                 if not self._lock.is_broken:
                     self._seal_and_settle()
             finally:
+                self._sparse.recall.give_up()
                 self._files.close()
                 for tier in (self._residency.hot.tier, self._residency.host.tier):
                     tier.close()
                 self._extents.buffers.close()
+                self._sparse.recall.close()
 
     @property
     def _costs_path(self) -> Path:

@@ -14,19 +14,20 @@ from itertools import chain
 import numpy as np
 import torch
 
-from kvtier.errors import CapacityError, FormatError
+from kvtier.errors import CapacityError
 from kvtier.tiering.ahead import ReadAhead
+from kvtier.tiering.cargo import Cargo
 from kvtier.tiering.extent_io import ExtentIO, Unit, batches
 from kvtier.tiering.extent_writer import UnitWrite
-from kvtier.tiering.flight import Flight, Flights, Flying
-from kvtier.tiering.frames import bits_of
-from kvtier.tiering.geometry import PAGE_TOKENS, Geometry, pages_of
+from kvtier.tiering.flight import Flight, Flights
+from kvtier.tiering.geometry import Geometry, pages_of
 from kvtier.tiering.packing import gather, pack, rearranged, scatter
 from kvtier.tiering.residency import NO_FRAME, Residency, SlotArray
 from kvtier.tiering.room import Newcomers, Room, move_up
 from kvtier.tiering.segment import Segment
 from kvtier.tiering.sequence import Sequence as Stream
 from kvtier.tiering.steps import Pause, Reading, Steps, run
+from kvtier.tiering.units import Units
 
 HEAVY_BYTES = 1 << 20
 """A unit larger than this takes a millisecond or so to check and copy."""
@@ -34,12 +35,6 @@ HEAVY_BYTES_IN_PLACE = 8 << 20
 """The same where it need not be copied."""
 TURN_BYTES = 1 << 20
 """Bytes of units that are checked, where others wait for their turn, before it is theirs."""
-
-
-def _places(units: Sequence[Unit]) -> tuple[SlotArray, SlotArray]:
-    """Layers and slots of units."""
-    layers = np.array([unit.layer for unit in units], np.int64)
-    return layers, np.array([unit.segment.slot for unit in units], np.int64)
 
 
 class Mover:
@@ -69,8 +64,8 @@ class Mover:
         Stops early where HOT has no room (with idle_only: none that is free or idle). Raises
         FormatError or DeviceError for bytes that cannot be had, after marking their Segments.
         """
-        layers, slots = _places(units)
-        done = len(units)
+        units = Units.of(units)
+        layers, slots, done = units.layers, units.slots, len(units)
         if not self.residency.hot.pages[layers, slots].all():
             loading = self.loading(units, self.extents.blocking, idle_only=idle_only)
             done = run(loading, self.extents.device)
@@ -80,11 +75,13 @@ class Mover:
 
     def touch(self, units: Sequence[Unit]) -> None:
         """These units are used now."""
-        self.residency.touch(*_places(units))
+        units = Units.of(units)
+        self.residency.touch(units.layers, units.slots)
 
     def lease(self, units: Sequence[Unit]) -> AbstractContextManager[None]:
         """A promise not to evict these while the block runs."""
-        return self.residency.lease(*_places(units))
+        units = Units.of(units)
+        return self.residency.lease(units.layers, units.slots)
 
     # ---- read ahead -------------------------------------------------------------------------
 
@@ -97,7 +94,7 @@ class Mover:
         """The same while all of a layer, in HOT at these slots, is attended to."""
         if self.ahead.held_bytes:
             self.ahead.used(np.full(len(slots), layer), slots)
-        if stream.all_hot_at != (stream.views, sum(self.residency.hot.drops)):
+        if stream.views and stream.all_hot_at != (stream.views, sum(self.residency.hot.drops)):
             with self.residency.lease(np.full(len(slots), layer), slots):
                 self.read_on(stream, layer, ())
 
@@ -123,12 +120,10 @@ class Mover:
 
     # ---- into HOT, in steps -----------------------------------------------------------------
 
-    def loading(self, units: Sequence[Unit], reading: Reading, *, idle_only: bool) -> Steps[int]:
+    def loading(self, units: Units, reading: Reading, *, idle_only: bool) -> Steps[int]:
         """What `load` does, in steps. Callers see to it that their Segments keep their slots."""
         yield from self.ahead.landing(units)
-        sizes = [
-            extent.length if (extent := unit.segment.extents[unit.layer]) else 0 for unit in units
-        ]
+        sizes = self.extents.sizes(units).extent_bytes.tolist()
         done = 0
         flights: deque[Flight] = deque()
         # Making room for a later unit must not evict an earlier one.
@@ -160,7 +155,7 @@ class Mover:
 
     def _secure(
         self,
-        units: Sequence[Unit],
+        units: Units,
         flight: Flight,
         leases: ExitStack,
         reading: Reading,
@@ -168,13 +163,11 @@ class Mover:
     ) -> int:
         """Have units in HOT, or with Frames in `flight`; returns for how many there is room."""
         residency = self.residency
-        layers, slots = _places(units)
-        there = residency.hot.pages[layers, slots].tolist()
-        absent = [unit for unit, pages in zip(units, there, strict=True) if not pages]
+        layers, slots, count = units.layers, units.slots, len(units)
+        absent = units.those(residency.hot.pages[layers, slots] == 0)
         self.extents.require_written(self._not_in_host(absent))
-        total = sum([self.flights.unit_bytes(each) for each in absent])
+        total = int(self.extents.sizes(absent).frames_bytes.sum())
         newcomers = (layers, slots) if idle_only else None
-        count = len(units)
         with ExitStack() as kept:
             kept.enter_context(residency.lease(layers, slots))
             if self._has_room(total, reading, newcomers):
@@ -192,35 +185,36 @@ class Mover:
 
     def _secure_singly(
         self,
-        units: Sequence[Unit],
+        units: Units,
         flight: Flight,
         kept: ExitStack,
         reading: Reading,
         newcomers: Newcomers | None,
     ) -> int:
         for index, unit in enumerate(units):
-            kept.enter_context(self.residency.lease(*_places([unit])))
+            kept.enter_context(self.lease([unit]))
             if self.flights.is_hot(unit):
                 continue
             if not self._has_room(self.flights.unit_bytes(unit), reading, newcomers):
                 return index
-            self._bring([unit], flight)
+            self._bring(Units.of([unit]), flight)
         return len(units)
 
-    def _bring(self, units: Sequence[Unit], flight: Flight) -> None:
+    def _bring(self, units: Units, flight: Flight) -> None:
         """Have units in HOT, where there is room for them, or with Frames in `flight`."""
         lower = self._not_in_host(units)
         if len(lower) < len(units):
             for unit in units:
                 if self.residency.host.pages[unit.layer, unit.segment.slot]:
                     move_up(unit.layer, unit.segment.slot, self.residency)
-        self.flights.add(flight, lower)
+        if len(lower):
+            self.flights.add(flight, lower)
 
-    def _not_in_host(self, units: Sequence[Unit]) -> Sequence[Unit]:
+    def _not_in_host(self, units: Units) -> Units:
         host = self.residency.host
         if not host.tier.used_bytes:
             return units
-        return [each for each in units if not host.pages[each.layer, each.segment.slot]]
+        return units.those(host.pages[units.layers, units.slots] == 0)
 
     def _has_room(self, needed_bytes: int, reading: Reading, newcomers: Newcomers | None) -> bool:
         return needed_bytes <= reading.spare_bytes() and self.make_room(needed_bytes, newcomers)
@@ -240,38 +234,42 @@ class Mover:
         flight = flights[0]
         failed = yield from flight.landing()
         if failed:
-            raise self.extents.blame_unread([(each.unit, errno) for each, errno in failed.items()])
-        checked: list[Flying] = []
+            unread = [(flight.unit(number), errno) for number, errno in failed.items()]
+            raise self.extents.blame_unread(unread)
         try:
-            yield from self._check(flight, checked, reading)
+            for cargo in flight.cargo:
+                yield from self._check(flight, cargo, reading)
         finally:
             # Also where one of them is damaged, or the work is given up: the others are read.
-            self.flights.arrive(flight, checked)
+            self.flights.arrive(flight)
         if reading.shared:
-            self.residency.touch(*_places([each.unit for each in checked]))
+            for cargo in flight.cargo:
+                self.touch(cargo.units)
         self.flights.give_up(flights.popleft())
 
-    def _check(self, flight: Flight, checked: list[Flying], reading: Reading) -> Steps[None]:
-        """Check what a flight brought, and note in `checked` what is sound."""
-        nbytes = 0
-        for each in flight.flying:
+    def _check(self, flight: Flight, cargo: Cargo, reading: Reading) -> Steps[None]:
+        """Check what a flight brought. Raises FormatError after marking whose bytes are wrong."""
+        units, sizes = cargo.units, cargo.sizes.frames_bytes
+        hot = self.residency.hot
+        at, ends = 0, sizes.cumsum()
+        while at < len(units):
+            past = len(units)
             if reading.shared:
-                size = each.shape.frames_bytes
-                nbytes += size
-                if size > (HEAVY_BYTES if each.bounced else HEAVY_BYTES_IN_PLACE):
-                    yield Pause.HEAVY
-                elif nbytes > TURN_BYTES:
-                    yield Pause.SHORT
-                    nbytes = size
-                if self.flights.is_hot(each.unit):
-                    # Somebody else brought it meanwhile.
-                    continue
-            try:
-                self.flights.check(each)
-            except FormatError as error:
-                self.extents.blame_damaged(each.unit, error)
-                raise
-            checked.append(each)
+                turn = int(ends[at] - sizes[at]) + TURN_BYTES
+                past = max(at + 1, int(ends.searchsorted(turn, "right")))
+                limit = HEAVY_BYTES if cargo.bounced[at] else HEAVY_BYTES_IN_PLACE
+                yield Pause.HEAVY if sizes[at] > limit else Pause.SHORT
+            some: Iterable[int] = range(at, past)
+            if reading.shared:
+                # Somebody else may have brought one meanwhile.
+                there = hot.pages[units.layers[at:past], units.slots[at:past]].tolist()
+                some = [at + each for each, pages in enumerate(there) if not pages]
+            damaged = self.flights.check(flight, cargo, some)
+            if damaged is not None:
+                index, error = damaged
+                self.extents.blame_damaged(units[index], error)
+                raise error
+            at = past
 
     def make_room(self, needed_bytes: int, newcomers: Newcomers | None = None) -> bool:
         """What `Room.make` does, at the cost of what was read ahead if need be: its Frames are
@@ -290,11 +288,20 @@ class Mover:
     def keep(self, write: UnitWrite, *, idle_only: bool) -> None:
         """Have a unit that was just written in HOT as well, where there can be room for it (with
         idle_only: where that costs only idle Pages)."""
-        unit = write.unit
-        if not self.room.make(self.flights.unit_bytes(unit), idle_only=idle_only):
+        unit, hot = write.unit, self.residency.hot
+        layer, slot = unit.layer, unit.segment.slot
+        needed = self.flights.unit_bytes(unit)
+        follows = layer == 0 or bool(hot.pages[layer - 1, slot])
+        if idle_only and follows and needed > hot.tier.free_bytes:
+            # The layers behind it come soon: one look at what is idle serves them all.
+            layers = range(layer, len(self.geometry.layers))
+            tokens = unit.segment.token_count
+            rest = sum([self.geometry.frames_bytes(each, tokens) for each in layers])
+            self.room.make(rest, idle_only=True)
+        if not self.room.make(needed, idle_only=idle_only):
             return
         self._place_tensors(write)
-        self.touch([unit])
+        self.residency.touch_unit(layer, slot)
 
     def reorder(self, write: UnitWrite) -> None:
         """Bring the Frames of a unit that was written from a Tail into the order it was written
@@ -306,12 +313,20 @@ class Mover:
     def _place_tensors(self, write: UnitWrite) -> None:
         """Copy a whole unit into new Frames, which are HOT's copy from now on."""
         unit, hot = write.unit, self.residency.hot
-        shape = self.extents.shape(unit)
-        packed = write.keys.new_empty(write.keys.numel() + write.values.numel())
-        pack(write.keys, write.values, unit.segment.orders[unit.layer], packed)
-        frames = hot.tier.take(unit.layer, shape.frames).reshape(shape.heads, shape.pages)
-        scatter(packed, shape.layout, hot.tier.memory(unit.layer), torch.from_numpy(frames))
-        hot.put(unit.layer, unit.segment.slot, 0, frames)
+        shape, order = self.extents.shape(unit), unit.segment.orders[unit.layer]
+        frames = hot.tier.take(unit.layer, shape.frames)
+        by_head = frames.reshape(shape.heads, shape.pages)
+        pool = hot.tier.pool(unit.layer)
+        if shape.frames_bytes == shape.payload_bytes and frames[-1] - frames[0] + 1 == len(frames):
+            # Whole Pages in neighbouring Frames are a payload. They come in ascending order.
+            start = int(frames[0]) * pool.frame_bytes
+            pack(write.keys, write.values, order, pool.arena[start : start + shape.frames_bytes])
+        else:
+            packed = np.empty(shape.payload_bytes, np.uint8)
+            pack(write.keys, write.values, order, packed)
+            payload = self.extents.typed(packed)
+            scatter(payload, shape.layout, pool.memory, torch.from_numpy(by_head))
+        hot.put(unit.layer, unit.segment.slot, 0, by_head)
 
     # ---- Frames of a Tail -------------------------------------------------------------------
 
@@ -335,19 +350,7 @@ class Mover:
                 raise CapacityError(tier.name, needed, tier.free_bytes, tier.limit_bytes)
             taken = hot.tier.take(layer, shape.kv_heads * missing)
             hot.put(layer, segment.slot, have, taken.reshape(shape.kv_heads, missing))
-        key_rows, value_rows = hot.tier.token_rows(layer)
-        key_bits, value_bits = bits_of(keys), bits_of(values)
-        if last - first == 1:
-            # A step of a decode: no arrays of places.
-            page, place = divmod(first, PAGE_TOKENS)
-            frames = hot.frames[layer][segment.slot, :, page]
-            key_rows[frames, place] = key_bits[:, 0]
-            value_rows[frames, place] = value_bits[:, 0]
-        else:
-            places = np.arange(first, last)
-            frames = hot.frames[layer][segment.slot][:, places // PAGE_TOKENS]
-            key_rows[frames, places % PAGE_TOKENS] = key_bits
-            value_rows[frames, places % PAGE_TOKENS] = value_bits
+        hot.tier.token_rows(layer).put(hot.frames[layer][segment.slot], first, keys, values)
         segment.filled[layer] = last
         return needed
 

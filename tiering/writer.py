@@ -20,6 +20,7 @@ from kvtier.tiering.extent_io import Unit
 from kvtier.tiering.extent_writer import ExtentWriter, UnitWrite
 from kvtier.tiering.geometry import SEGMENT_TOKENS, Geometry, pages_of
 from kvtier.tiering.packing import require_rows
+from kvtier.tiering.passes import Passes
 from kvtier.tiering.registry import Registry
 from kvtier.tiering.residency import Residency
 from kvtier.tiering.segment import Segment, SegmentView
@@ -61,7 +62,9 @@ class Writer:
         self.registry = registry
         self.growing: set[Sequence] = set()
         """Sequences that may have a Tail."""
-        self._last_layer = 0
+        self._room_bytes = residency.hot.tier.limit_bytes - unit_bytes_max(geometry)
+        self._page_bytes = hot_bytes_min(geometry) - unit_bytes_max(geometry)
+        self.passes = Passes(residency)
 
     # ---- append -----------------------------------------------------------------------------
 
@@ -77,15 +80,14 @@ class Writer:
         count = keys.shape[1]
         if sequence.between_passes:
             self._secure_room(sequence, count)
-        if layer < self._last_layer:
-            # The rows of a batch go through the layers together: one pass, not one for each.
-            self.residency.begin_pass()
-        self._last_layer = layer
+            self.passes.begin(sequence, layer)
+        self.passes.last_layer = layer
         self.growing.add(sequence)
         begun = len(sequence.tail)
         if begun == 1 and sequence.tail[0].filled[layer] + count < sequence.tail[0].token_count:
             # Most steps of a decode: nothing begins, and nothing is completed.
-            self._append_to_frames(sequence, sequence.tail[0], layer, keys, values)
+            taken = self._append_to_frames(sequence.tail[0], layer, keys, values)
+            sequence.reserved_bytes = max(0, sequence.reserved_bytes - taken)
             return False
         parts = self._parts(sequence, layer, count)
         completed = [
@@ -97,7 +99,8 @@ class Writer:
         try:
             # What may fail comes first, and leaves the Frames of complete units alone.
             for segment, part in parts[len(completed) :]:
-                self._append_to_frames(sequence, segment, layer, keys[:, part], values[:, part])
+                taken = self._append_to_frames(segment, layer, keys[:, part], values[:, part])
+                sequence.reserved_bytes = max(0, sequence.reserved_bytes - taken)
             self.extents.write(completed)
         except BaseException:
             for (segment, _), before in zip(parts, filled, strict=True):
@@ -168,16 +171,12 @@ class Writer:
         return segment
 
     def _append_to_frames(
-        self,
-        sequence: Sequence,
-        segment: Segment,
-        layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
+        self, segment: Segment, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> int:
+        """Returns how many bytes of Frames it took."""
         taken_bytes = self.mover.append(segment, layer, keys, values)
-        sequence.reserved_bytes -= min(sequence.reserved_bytes, taken_bytes)
         self.residency.touch_unit(layer, segment.slot)
+        return taken_bytes
 
     def _write_from_frames(self, units: list[Unit]) -> None:
         """Begin to write units of frozen Segments that HOT alone has. They stay dirty until the
@@ -203,19 +202,18 @@ class Writer:
         """Make sure that a pass of `count` tokens will find Frames for its Tail, or needs none."""
         sequence.reserved_bytes = 0
         sequence.pass_goes_straight = False
-        room = self.residency.hot.tier.limit_bytes - unit_bytes_max(self.geometry)
         needed = self._pass_bytes(sequence, count)
-        if self._dirty_bytes() + needed > room:
+        if not self._has_room_for(needed):
             # What is on its way is clean when it arrives.
             self.extents.finish_all()
-        if self._dirty_bytes() + needed > room:
+        if not self._has_room_for(needed):
             for each in self._sealable():
                 self.seal(each)
                 self.extents.finish_segments([view.segment for view in each.views])
                 needed = self._pass_bytes(sequence, count)
-                if self._dirty_bytes() + needed <= room:
+                if self._has_room_for(needed):
                     break
-        if self._dirty_bytes() + needed <= room:
+        if self._has_room_for(needed):
             sequence.reserved_bytes = needed
         else:
             assert not sequence.tail
@@ -231,21 +229,28 @@ class Writer:
             # A Segment that was begun is completed in Frames; whole ones bypass them.
             completed = pages_of(SEGMENT_TOKENS) - pages_of(filled) if filled else 0
             new = completed + pages_of(total % SEGMENT_TOKENS)
-        layers = range(len(self.geometry.layers))
-        return new * sum(self.geometry.frames_bytes(layer, 1) for layer in layers)
+        return new * self._page_bytes
 
-    def _dirty_bytes(self) -> int:
-        """Bytes of Frames that hold the only copy of their Pages, of those promised, and of those
-        that reads on their way will fill."""
+    def _has_room_for(self, needed_bytes: int) -> bool:
+        """Whether so many bytes can be promised to a pass, and one whole unit be read through."""
+        used_bytes = self.residency.hot.tier.used_bytes + self._promised_bytes()
+        # Mostly there is room even if all that HOT holds were dirty: then nobody need look.
+        return needed_bytes <= self._room_bytes - used_bytes or needed_bytes <= self._clean_bytes()
+
+    def _promised_bytes(self) -> int:
+        return sum([each.reserved_bytes for each in self.growing])
+
+    def _clean_bytes(self) -> int:
+        """Bytes of HOT beyond Frames that hold the only copy of their Pages, those promised, those
+        that reads on their way will fill, and room for one whole unit; below 0: of that lacking."""
         dirty = np.einsum("ij,ij->i", self.residency.hot.pages, ~self.residency.on_nvme)
-        promised = sum(each.reserved_bytes for each in self.growing)
-        return int(dirty @ self.mover.room.frame_bytes) + promised + self.mover.flying_bytes
+        dirty_bytes = int(dirty @ self.mover.room.frame_bytes)
+        return self._room_bytes - dirty_bytes - self._promised_bytes() - self.mover.flying_bytes
 
     def spare_bytes(self) -> int:
         """Bytes of HOT that reads on their way may take beyond those they have, so that passes
         keep what they were promised and one whole unit can be read through."""
-        room = self.residency.hot.tier.limit_bytes - unit_bytes_max(self.geometry)
-        return max(0, room - self._dirty_bytes())
+        return max(0, self._clean_bytes())
 
     def _sealable(self) -> list[Sequence]:
         """Sequences whose Pages in HOT alone may be written now, the longest Tail first."""
@@ -315,13 +320,8 @@ class Writer:
         """Bytes that the Extents of a Sequence take which no row of the catalog names yet."""
         counts = [v.segment.token_count for v in sequence.views if v.segment.catalog_id is None]
         counts.append(sequence.length() - sequence.sealed_tokens)
-        layers = range(len(self.geometry.layers))
-        return sum(
-            extent_bytes(self.geometry, layer, count)
-            for count in counts
-            if count
-            for layer in layers
-        )
+        shapes, layers = self.geometry, range(len(self.geometry.layers))
+        return sum(extent_bytes(shapes, each, n) for n in counts if n for each in layers)
 
     def _take_back(self, unit: Unit) -> None:
         """Make HOT the only place of an uncommitted unit. Raises FormatError, DeviceError."""

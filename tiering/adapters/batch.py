@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.tiering.adapters.sparse_mode import SparseMode
 from kvtier.tiering.plan_runner import Compute
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.store import Store
@@ -33,6 +34,8 @@ class Rows:
         """Columns whose ids are known to be read in this pass, and all before."""
         self.compute: Compute | None = None
         """Has the model read tokens of one row; None: no model is known."""
+        self.mode = SparseMode()
+        """Which passes read everything, and which to a budget."""
         self.unattended: int | None = None
         """The layer whose new keys its attention has not asked for yet."""
 

@@ -10,144 +10,28 @@ the way the library does, padding included.
 """
 
 import copy
+import dataclasses
 import weakref
 from collections.abc import Sequence as Listing
 from contextvars import Context
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from kvtier.errors import ConfigError, UnsupportedError
-from kvtier.tiering.adapters import attention
+from kvtier.errors import ConfigError
 from kvtier.tiering.adapters.batch import Ids, Rows, as_batch, left_pads
 from kvtier.tiering.adapters.restoring import mending, restore
+from kvtier.tiering.adapters.sparse_mode import SparseMode, as_budget
+from kvtier.tiering.adapters.tiered_layer import TieredLayer
 from kvtier.tiering.chain import Tokens
+from kvtier.tiering.guard import Level
 from kvtier.tiering.plan_runner import PlanName, Wish
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.store import Store
-
-
-class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer of a TieredCache."""
-
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, rows: Rows, layer: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.rows = rows
-        self.layer = layer
-        self.window = rows.store.geometry.layers[layer].window
-        self.is_sliding = self.window is not None
-        self.is_initialized = True
-        self._given: torch.Tensor | None = None
-        """Values of the pass under way, until their attention is asked for."""
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.rows.sequences)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: the store knows its shapes."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the KV of new columns; returns them, tagged with what attends to everything."""
-        rows = self.rows
-        if len(key_states) != len(rows.sequences):
-            raise ConfigError(
-                f"a batch of {len(key_states)} rows, but this cache was made for "
-                f"{len(rows.sequences)}"
-            )
-        count = key_states.shape[2]
-        at = rows.advance(self.layer, count)
-        for row, (pad, sequence) in enumerate(zip(rows.pads, rows.sequences, strict=True)):
-            skip = min(max(pad - at, 0), count)
-            if skip < count:
-                rows.store.append(
-                    sequence, self.layer, key_states[row, :, skip:], value_states[row, :, skip:]
-                )
-        tagged = key_states.view_as(key_states)
-        setattr(tagged, attention.TAG, self)
-        self._given = value_states
-        return tagged, value_states
-
-    def require_window(self, window: int | None) -> None:
-        if window != self.window:
-            raise ConfigError(
-                f"layer {self.layer} asks for a window of {window}, its geometry says {self.window}"
-            )
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        chunk: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        scale: float | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        rows, (keys, values) = self.rows, chunk
-        self._check_mask(attention_mask)
-        given, self._given = self._given, None
-        if values is not given:
-            raise UnsupportedError(
-                f"layer {self.layer} attends to other values than it gave to its cache"
-            )
-        rows.unattended = None
-        batch, heads, count, _ = query.shape
-        at = rows.columns[self.layer] - count
-        out = query.new_zeros(batch, count, heads, values.shape[3])
-        for row, (pad, sequence) in enumerate(zip(rows.pads, rows.sequences, strict=True)):
-            skip = min(max(pad - at, 0), count)
-            if skip < count:
-                ask = partial(
-                    rows.store.attend,
-                    sequence,
-                    self.layer,
-                    query[row, :, skip:],
-                    keys=keys[row, :, skip:],
-                    values=values[row, :, skip:],
-                    scale=scale,
-                    softcap=softcap,
-                )
-                out[row, skip:] = mending(rows, sequence, ask).transpose(0, 1)
-        return out
-
-    def _check_mask(self, mask: torch.Tensor | None) -> None:
-        """The mask of the first layer must be the padding that the cache was made with."""
-        if self.layer:
-            return
-        rows = self.rows
-        if mask is None:
-            if any(rows.pads):
-                raise ConfigError("this cache has padded rows, but the model got no attention_mask")
-            return
-        if mask.ndim != 2:
-            raise UnsupportedError(
-                f"a TieredCache takes a padding mask [batch, tokens]: got {list(mask.shape)}"
-            )
-        expected = torch.arange(mask.shape[1])[None] >= torch.tensor(rows.pads)[:, None]
-        if mask.shape[1] != rows.columns[0] or bool((mask.bool() != expected).any()):
-            raise ConfigError(
-                "the attention_mask that the model got is not the one this cache was made with: "
-                "pass the same to TieredCache and to the model"
-            )
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Logical length in columns, whatever is in memory."""
-        return self.rows.columns[self.layer]
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class TieredCache(Cache):
@@ -161,6 +45,10 @@ class TieredCache(Cache):
     computed again, or both at once from two ends (planner.py); "load" loads all that is stored,
     and computes only the holes in it; "recompute" uses nothing that is stored; "both" is what it
     says. deadline_s: what cannot be loaded in so many seconds is computed.
+
+    budget: the share of the context, in bytes, that a generated token attends to; the prompt's own
+    tokens attend to everything. guard: how often `kvtier.generate` compares a step with an exact
+    one ("off", "light", "strict"); it plays no part where the budget is "exact".
     """
 
     def __init__(
@@ -171,6 +59,8 @@ class TieredCache(Cache):
         *,
         plan: PlanName = "auto",
         deadline_s: float | None = None,
+        budget: float | Literal["exact"] = "exact",
+        guard: Level = "light",
     ) -> None:
         if not isinstance(store, Store):
             raise ConfigError(f"store must be what kvtier.open gave: got {type(store).__name__}")
@@ -183,6 +73,7 @@ class TieredCache(Cache):
         """What follows a row that ended before others; set it where `generate` is told another."""
         streams = [ids[row, pad:] for row, pad in enumerate(pads)]
         rows = Rows(store, pads, [])
+        rows.mode = SparseMode(as_budget(budget), guard, ids.shape[1])
         self._setup(rows)
         if hasattr(store, "model"):
             rows.compute = partial(compute_alone, store.model, store)
@@ -200,6 +91,11 @@ class TieredCache(Cache):
         self.rows = rows
         layers = [TieredLayer(rows, layer) for layer in range(len(rows.store.geometry.layers))]
         super().__init__(layers=list(layers))
+
+    @property
+    def mode(self) -> SparseMode:
+        """Which passes read everything, and which to a budget."""
+        return self.rows.mode
 
     # ---- what the library calls -------------------------------------------------------------
 
@@ -292,6 +188,8 @@ class TieredCache(Cache):
         twin = Rows(rows.store, list(rows.pads), [rows.store.fork(s) for s in rows.sequences])
         twin.rewind(rows.columns[0])
         twin.compute = rows.compute
+        # Nobody audits the twin, even where `kvtier.generate` has the loop of this one.
+        twin.mode = dataclasses.replace(rows.mode, is_guarded=False)
         cache = copy.copy(self)
         cache._setup(twin)
         return cache

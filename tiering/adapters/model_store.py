@@ -14,6 +14,8 @@ from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.tiering.adapters import attention
 from kvtier.tiering.adapters.huggingface import TieredCache
 from kvtier.tiering.adapters.model_identity import fingerprint_of, geometry_of, weights_state
+from kvtier.tiering.adapters.model_rotary import rotaries_of
+from kvtier.tiering.clusterer import ByKeys
 from kvtier.tiering.config import Config
 from kvtier.tiering.store import Store
 
@@ -153,7 +155,10 @@ def open_for_model(
     fingerprint.tenant makes it."""
     geometry = geometry_of(model)
     fingerprint = fingerprint_of(model, geometry, tenant)
-    store = ModelStore.open(path, geometry, fingerprint, config)
+    placement = (
+        ByKeys(geometry, rotaries_of(model, geometry)) if config.placement == "keys" else None
+    )
+    store = ModelStore.open(path, geometry, fingerprint, config, placement)
     try:
         store.attach(model)
     except BaseException:

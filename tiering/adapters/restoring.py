@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from kvtier.errors import DeviceError, FormatError
 from kvtier.tiering.adapters.batch import Ids, Rows, shared_columns
-from kvtier.tiering.chain import as_tokens
+from kvtier.tiering.chain import Tokens, as_tokens
+from kvtier.tiering.fingerprint import EXACT
 from kvtier.tiering.plan_runner import PlanRunner, Wish, mend, stored_end
 from kvtier.tiering.sequence import Sequence
 
@@ -33,15 +34,30 @@ def restore(rows: Rows, streams: Listing[Ids], length: int, wish: Wish) -> int:
         for pad, stream in zip(pads, streams, strict=True)
     ]
     columns = shared_columns(pads, [each.reach for each in runners], length)
-    for pad, runner in zip(pads, runners, strict=True):
-        # Where one row is computed from its beginning, all are.
-        rows.sequences.append(runner.run(lazily=can_compute) if columns > pad else store.sequence())
+    for pad, stream, runner in zip(pads, streams, runners, strict=True):
+        sequence = None
+        if wish.plan != "recompute":
+            sequence = _answered_before(rows, as_tokens(stream[: length - 1 - pad]))
+        if sequence is None:
+            # Where one row is computed from its beginning, all are.
+            starts = columns > pad
+            sequence = runner.run(lazily=can_compute) if starts else store.sequence()
+        rows.sequences.append(sequence)
     columns = shared_columns(pads, [each.length() for each in rows.sequences], length)
     for pad, stream, sequence in zip(pads, streams, rows.sequences, strict=True):
         store.crop(sequence, max(0, columns - pad))
         store.name_tokens(sequence, stream)
     rows.rewind(columns)
     return columns
+
+
+def _answered_before(rows: Rows, tokens: Tokens) -> Sequence | None:
+    """A Sequence of what is stored of an answer that was generated to this cache's budget, and of
+    all before it. None: as much is stored exactly."""
+    store, provenance = rows.store, rows.mode.provenance
+    if provenance == EXACT or store.lookup(tokens, provenance=provenance) <= store.lookup(tokens):
+        return None
+    return store.resume(tokens, provenance=provenance, lazily=rows.compute is not None)
 
 
 def mending(rows: Rows, sequence: Sequence, use: Callable[[], T]) -> T:
