@@ -129,6 +129,10 @@ def test_wrong_arguments_are_named(store: Any) -> None:
     both = torch.cat([ids, ids])
     with TieredCache(store, both) as cache, pytest.raises(UnsupportedError, match="one prompt"):
         generate(store.model, both, cache, max_new_tokens=4)
+    with TieredCache(store, ids) as cache:
+        generate(store.model, ids, cache, max_new_tokens=3, do_sample=False)
+        with pytest.raises(ConfigError, match="holds 22 tokens, the prompt has 20"):
+            generate(store.model, ids, cache, max_new_tokens=3)
     for budget in (0, 1.5, -1, "all", None, True, float("nan")):
         with pytest.raises(ConfigError, match="budget must be"):
             TieredCache(store, ids, budget=budget)  # type: ignore[arg-type]

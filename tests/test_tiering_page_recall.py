@@ -1,7 +1,6 @@
 """Single Pages come into HOT, and stay while they are wanted: exact bytes, within the limit."""
 
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import numpy as np
@@ -262,8 +261,9 @@ def test_what_was_read_ahead_for_others_gives_way(tmp_path: Path) -> None:
         ahead = case.all_of(0, [first])
         case.recall.start(0, *ahead.arrays)
         assert case.recall.counters.pages_ahead == len(ahead)
-        while any(flight.in_air for flight in case.recall._ahead.values()):
-            sleep(0.001)
+        batch = next(iter(case.recall._ahead.values())).batch
+        assert batch is not None
+        case.recall.device.wait(batch)
         case.recalled(0, case.all_of(0, [second]))
         assert not case.recall._ahead
         case.recalled(0, ahead)

@@ -205,6 +205,30 @@ def test_what_was_decoded_sparsely_goes_on_by_the_same_rule(tmp_path: Path) -> N
             assert np.abs(out.double().numpy() - wanted).max() < TOLERANCE["float32"]
 
 
+def test_what_is_written_anew_is_digested_anew(tmp_path: Path) -> None:
+    """After a flush that failed a unit may come to lie in another order: what its Pages were
+    estimated by says nothing about them any more."""
+    kv, tokens = Themed(WIDE, 4), some_tokens(1536, 4)
+    with open_store(tmp_path, WIDE, Config("64MiB", hot="16MiB"), Shuffled(4)) as store:
+        sequence = store.sequence()
+        extend(store, kv, sequence, tokens)
+        for layer in range(2):
+            store.attend(sequence, layer, kv.asks(layer, 1), budget=0.3)
+        before = [view.segment.digests[0] for view in sequence.views]
+        orders = [view.segment.orders[0] for view in sequence.views]
+        store._files.region.device.failed_flushes += 1
+        store._writer.write_out(sequence)
+        for view, order in zip(sequence.views, orders, strict=True):
+            assert not np.array_equal(view.segment.orders[0], order)  # type: ignore[arg-type]
+        for theme in range(6):
+            query = kv.asks(0, theme)
+            out = store.attend(sequence, 0, query, budget=0.6)
+            wanted = expected(kv, tokens, 0, query)
+            assert np.abs(out.double().numpy() - wanted).max() < 0.1
+        after = [view.segment.digests[0] for view in sequence.views]
+        assert all(new is not old for new, old in zip(after, before, strict=True))
+
+
 def test_a_damaged_page_is_an_error_and_never_an_answer(tmp_path: Path) -> None:
     kv, tokens = KV(WIDE), some_tokens(4096, 10)
     unit = 512 * 2 * 64 * 4

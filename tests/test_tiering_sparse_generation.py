@@ -132,6 +132,7 @@ def test_a_cache_cannot_guard_by_itself(tmp_path: Path) -> None:
                 pytest.raises(UnsupportedError, match=r"call kvtier\.generate"),
             ):
                 generate(store.model, ids, cache, 4)
+            assert cache.get_seq_length() == 600, "what was refused was not begun"
         with TieredCache(store, ids, budget=0.125, guard="off") as cache:
             assert generate(store.model, ids, cache, 4).shape == (1, 604)
         with TieredCache(store, ids, guard="strict") as cache:

@@ -36,10 +36,12 @@ class DigestedViews:
     slots, numbers: int64 [columns], of each column its Segment's slot and the Page's number there.
     shown: bool [heads, columns, 16], the slots that count; None: all of every column. always:
     bool [heads, columns]. recent: bool [heads, columns], Pages with one of the last 64 tokens.
-    page_bytes: int64 [columns]. wanted: columns and heads of the last choice, for reading ahead.
+    made_of: the digests of each view. page_bytes: int64 [columns]. wanted: heads and columns of the
+    last choice, for reading ahead.
     """
 
     views: tuple[SegmentView, ...]
+    made_of: list[PageDigests]
     digests: LayerDigests
     slots: Int64Array
     numbers: Int64Array
@@ -48,6 +50,8 @@ class DigestedViews:
     recent: torch.Tensor
     page_bytes: torch.Tensor
     wanted: tuple[Int64Array, Int64Array] | None = None
+    moves: int = 0
+    """SparseReader's count when it was made."""
 
     @property
     def tokens(self) -> int:
@@ -70,16 +74,18 @@ def digested(
     same = 0
     if known is not None and known.digests.sketch == sketch:
         digests = known.digests
-        for old, new in zip(known.views, views, strict=False):
-            if old.segment is not new.segment:
+        for of, view in zip(known.made_of, views, strict=False):
+            # What was written anew may lie in another order.
+            if view.segment.digests.get(layer) is not of:
                 break
             same += 1
         digests.crop(same)
     else:
         digests = LayerDigests(shape.kv_heads, (shape.key_width, shape.value_width), sketch)
     first = digest_of(views[0].segment, layer, None)
-    for view in views[same:]:
-        digests.add(first if view is views[0] else digest_of(view.segment, layer, first))
+    made_of = [first, *(digest_of(view.segment, layer, first) for view in views[1:])]
+    for of in made_of[same:]:
+        digests.add(of)
     counts = [pages_of(view.segment.token_count) for view in views]
     positions = _positions(views, layer, shape.kv_heads, counts)
     end = views[-1].end
@@ -90,6 +96,7 @@ def digested(
     tokens = np.concatenate([_tokens_of_pages(view.segment.token_count) for view in views])
     return DigestedViews(
         views=views,
+        made_of=made_of,
         digests=digests,
         slots=np.repeat([view.segment.slot for view in views], counts).astype(np.int64),
         numbers=np.concatenate([np.arange(count) for count in counts]).astype(np.int64),

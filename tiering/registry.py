@@ -199,7 +199,6 @@ class Registry:
         self.on_moved(segment)
         segment.history = self.residency.give_slot(segment.slot)
         segment.slot = NO_SLOT
-        segment.digests = {}
 
     # ---- gone -------------------------------------------------------------------------------
 

@@ -56,9 +56,17 @@ class SparseReader:
         self._reader = reader
         self._write_out = write_out
         self.sketch = None if sketch_bits is None else (sketch_bits, SKETCH_SEED)
+        self._moves = 0
+        """How often a Segment lost its slot, or was to be written anew."""
         self.pages_to_choose = 0
         self.pages_chosen = 0
         self._workspace = Workspace()
+
+    def forget(self, segment: Segment) -> None:
+        """A Segment loses its slot or Extents: see Registry.on_moved."""
+        self.recall.forget(segment)
+        segment.digests = {}
+        self._moves += 1
 
     def can(self, sequence: Sequence, layer: int) -> bool:
         """Whether there is anything to choose from: a layer with a window reads its window."""
@@ -109,7 +117,7 @@ class SparseReader:
 
     def _known(self, sequence: Sequence, layer: int) -> DigestedViews:
         known = sequence.table.digested.get(layer)
-        if known is None or known.views is not sequence.views:
+        if known is None or known.views is not sequence.views or known.moves != self._moves:
             self._write_out(sequence)
             views = sequence.views
             # Their digests, and the orders that their headers tell, come with their bytes.
@@ -118,6 +126,7 @@ class SparseReader:
                 self._digest(view.segment, layer, first)
             self.recall.require_directories([Unit(view.segment, layer) for view in views])
             known = digested(known, views, layer, self.geometry, self.sketch, self._digest)
+            known.moves = self._moves
             sequence.table.digested[layer] = known
         return known
 

@@ -125,7 +125,7 @@ class StoreCore:
         self._sparse = SparseReader(
             self._reader, self._writer.write_out, config.sketch_bits or None
         )
-        self._registry.on_moved = self._sparse.recall.forget
+        self._registry.on_moved = self._sparse.forget
 
     @classmethod
     def open(

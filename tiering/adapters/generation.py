@@ -85,6 +85,12 @@ def generate(
         raise UnsupportedError(
             f"kvtier.generate takes one prompt, input_ids [1, tokens]: got {list(input_ids.shape)}"
         )
+    held = cache.get_seq_length()
+    if held >= input_ids.shape[1]:
+        raise ConfigError(
+            f"nothing is left for the model to read: this cache holds {held} tokens, the prompt "
+            f"has {input_ids.shape[1]}. Make a new TieredCache for it"
+        )
     for name, nothing in REFUSED.items():
         if options.get(name, nothing) != nothing:
             raise UnsupportedError(f"kvtier.generate does not take {name}={options[name]!r}")

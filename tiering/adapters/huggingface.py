@@ -10,7 +10,6 @@ the way the library does, padding included.
 """
 
 import copy
-import dataclasses
 import weakref
 from collections.abc import Sequence as Listing
 from contextvars import Context
@@ -189,7 +188,9 @@ class TieredCache(Cache):
         twin.rewind(rows.columns[0])
         twin.compute = rows.compute
         # Nobody audits the twin, even where `kvtier.generate` has the loop of this one.
-        twin.mode = dataclasses.replace(rows.mode, is_guarded=False)
+        # Not made anew: its provenance is that of its first budget.
+        twin.mode = copy.copy(rows.mode)
+        twin.mode.is_guarded = False
         cache = copy.copy(self)
         cache._setup(twin)
         return cache

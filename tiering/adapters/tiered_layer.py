@@ -47,8 +47,8 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"{len(rows.sequences)}"
             )
         count = key_states.shape[2]
+        is_sparse = rows.mode.budget_of(rows.columns[self.layer], count) is not None
         at = rows.advance(self.layer, count)
-        is_sparse = rows.mode.budget_of(at, count) is not None
         for row, (pad, sequence) in enumerate(zip(rows.pads, rows.sequences, strict=True)):
             skip = min(max(pad - at, 0), count)
             if skip < count:
