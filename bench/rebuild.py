@@ -1,11 +1,12 @@
 """How long does `rebuild` take? A region is filled, its catalog deleted and made anew; s per GiB.
 
-Run: .venv/bin/python bench/rebuild.py [--region 1GiB] [--directory DIR] [--json PATH]. KV of 24
-layers, 2 kv heads of width 64, bfloat16. Every Segment must come back, or nothing is printed.
+Run: .venv/bin/python bench/rebuild.py [--json PATH] [--plot PATH] [--quick] [--region 1GiB]
+[--directory DIR]. KV of 24 layers, 2 kv heads of width 64, bfloat16. Every Segment must come
+back, or nothing is printed. There is no bar: the figure says what a lost catalog costs. Quick: a
+region of 128 MiB.
 """
 
-import argparse
-import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kvtier.tiering.fingerprint import Fingerprint
 from kvtier.tiering.geometry import Geometry
 from kvtier.tiering.rebuilder import RebuildReport, rebuild
 from kvtier.tiering.store import Store
+from kvtier.tools.bench_form import Bench
 
 GEOMETRY = Geometry.uniform(24, 2, 64, dtype="bfloat16")
 TOKENS = 2048
@@ -51,24 +53,24 @@ def measure(directory: Path, region_bytes: int) -> tuple[RebuildReport, int]:
     return rebuild(path), count
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--region", default="1GiB")
-    parser.add_argument("--directory", type=Path)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    region_bytes = parse_bytes(arguments.region, "region")
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+def main() -> int:
+    bench = Bench("rebuild", __doc__)
+    bench.parser.add_argument("--region", default="1GiB")
+    bench.parser.add_argument("--directory", type=Path)
+    options = bench.options()
+    region_bytes = parse_bytes("128MiB" if options.quick else options.region, "region")
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         report, count = measure(Path(directory), region_bytes)
     if (report.segments_restored, report.ok) != (count, True):
         raise SystemExit(f"of {count} segments {report.segments_restored} came back")
-    print(
-        f"{report.segments_restored} segments, {report.bytes_read} bytes read in "
-        f"{report.seconds:.2f} s: {report.seconds_per_gib:.2f} s per GiB"
+    bench.table(
+        "a catalog made anew",
+        ["segments", "bytes read", "seconds", "s per GiB"],
+        [(count, report.bytes_read, f"{report.seconds:.2f}", f"{report.seconds_per_gib:.2f}")],
     )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report.to_dict(), indent=2))
+    bench.samples("rebuild", [report.seconds], unit="s")
+    return bench.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
