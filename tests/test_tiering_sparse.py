@@ -156,6 +156,32 @@ def test_it_does_not_matter_what_is_in_memory(name: str, seed: int, tmp_path: Pa
         assert (one.float() - other.float()).abs().max() < TOLERANCE[geometry.dtype]
 
 
+def test_a_token_that_hot_has_no_room_for_is_read_back(tmp_path: Path) -> None:
+    """Other Sequences' tokens are all that HOT can hold beside one unit: a pass goes straight to
+    the drive, and the token that it brings is attended to all the same."""
+    kv, tokens = KV(WIDE), some_tokens(1100, 13)
+    page = 2 * 16 * 64 * 4
+    unit = 32 * page
+    with open_store(tmp_path, WIDE, Config("64MiB", hot=unit + 2 * page)) as store:
+        put(store, kv, "a", tokens[:1024])
+        sequence = store.resume(tokens)
+        for end in range(1025, 1060):
+            for layer in range(2):
+                keys, values = (rows[:, end - 1 : end] for rows in kv.rows(tokens[:end], layer))
+                if end % 3 == 0 and not layer:
+                    # The promise of room is taken back, as where it could not be made.
+                    store._writer.seal(sequence)
+                    sequence.pass_goes_straight = True
+                    store._writer._secure_room = lambda *asked: None  # type: ignore[method-assign]
+                store.append(sequence, layer, keys, values)
+                query = a_query(kv, layer, 1, end)
+                out = store.attend(sequence, layer, query, budget=ALL)
+                wanted = expected(kv, tokens[:end], layer, query)
+                assert np.abs(out.double().numpy() - wanted).max() < TOLERANCE["float32"]
+            sequence.pass_goes_straight = False
+            store._writer.__dict__.pop("_secure_room", None)
+
+
 def test_tokens_beyond_a_view_take_no_part(tmp_path: Path) -> None:
     """Another stream's tokens behind the cut are in the same Pages, and in their digests."""
     kv, tokens = KV(WIDE), some_tokens(1024, 5)

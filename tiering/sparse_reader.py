@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from kvtier.errors import ConfigError, UnsupportedError
-from kvtier.io.device import Int64Array
 from kvtier.kernels.digests import PageDigests, page_digests
 from kvtier.kernels.page_mass import page_mass
 from kvtier.kernels.paged_attention import merge
@@ -30,7 +29,6 @@ from kvtier.tiering.geometry import PAGE_TOKENS, SEGMENT_PAGES, pages_of
 from kvtier.tiering.packing import gather
 from kvtier.tiering.page_recall import PageRecall
 from kvtier.tiering.reader import Query, Reader
-from kvtier.tiering.residency import NO_FRAME
 from kvtier.tiering.segment import Segment
 from kvtier.tiering.sequence import Sequence
 
@@ -192,9 +190,21 @@ class SparseReader:
         # What HOT has whole first: it needs no room, and may leave when others do.
         parts = self._attend_pages(query, known, mask & is_hot)
         parts += self._attend_pages(query, known, mask & ~is_hot)
-        tail, last = self._tail(sequence, query.layer)
-        if tail.shape[1]:
-            parts.append(self._reader.attend_frames(query, tail, last))
+        return parts + self._attend_tail(sequence, query)
+
+    def _attend_tail(self, sequence: Sequence, query: Query) -> list[Partial]:
+        """Over all that is not sealed, Segment by Segment: mostly there is one, and HOT has it. One
+        that a pass beyond HOT brought is read back."""
+        layer, hot = query.layer, self.residency.hot
+        parts = []
+        for each in sequence.tail:
+            filled = each.filled[layer]
+            if filled:
+                loaded = self.mover.load([Unit(each, layer)])
+                assert loaded, "HOT always has room for one unit"
+                frames = hot.frames[layer][each.slot, :, : pages_of(filled)].astype(np.int64)
+                last = (filled - 1) % PAGE_TOKENS + 1
+                parts.append(self._reader.attend_frames(query, torch.from_numpy(frames), last))
         return parts
 
     def _attend_pages(
@@ -227,20 +237,6 @@ class SparseReader:
                 parts.append(self._reader.attend_frames(query, frames, valid))
         return parts
 
-    def _tail(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, int]:
-        """Frames [heads, pages] of the Tail, and how many tokens the last of them holds."""
-        hot = self.residency.hot
-        parts, last = [], PAGE_TOKENS
-        for each in sequence.tail:
-            filled = each.filled[layer]
-            if filled:
-                parts.append(hot.frames[layer][each.slot, :, : pages_of(filled)])
-                last = (filled - 1) % PAGE_TOKENS + 1
-        heads = self.geometry.layers[layer].kv_heads
-        frames = np.concatenate(parts, 1) if parts else np.zeros((heads, 0), np.int64)
-        assert (frames != NO_FRAME).all(), "a Tail is in HOT"
-        return torch.from_numpy(frames.astype(np.int64)), last
-
     # ---- ahead ------------------------------------------------------------------------------
 
     def _read_ahead(self, sequence: Sequence, layer: int) -> None:
@@ -249,14 +245,9 @@ class SparseReader:
         known = sequence.table.digested.get(behind)
         if known is None or known.wanted is None or known.views is not sequence.views:
             return
-        slots = _slots(known)
-        if not self.residency.hot.pages[behind, slots].all():
+        if not self.residency.hot.pages[behind, known.slots].all():
             heads, columns = known.wanted
             self.recall.start(behind, known.slots[columns], heads, known.numbers[columns])
-
-
-def _slots(known: DigestedViews) -> Int64Array:
-    return np.array([view.segment.slot for view in known.views], np.int64)
 
 
 def _weighted(digests: PageDigests, weights: torch.Tensor | None) -> bool:
