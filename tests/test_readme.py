@@ -30,4 +30,5 @@ def test_example(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     small = re.sub(r'region="\d+GiB"', 'region="64MiB"', block)
     exec(compile(small, f"{README.name}", "exec"), names)
     if "TieredCache" in block:
-        assert names["cache"].get_seq_length() == names["output"].shape[1] - 1
+        output = names["output"] if "output" in names else names["answer"].tokens
+        assert names["cache"].get_seq_length() == output.shape[1] - 1
