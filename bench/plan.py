@@ -33,6 +33,7 @@ from kvtier.tools.bench_rig import interleave, loop_device, throttled
 BAR = "planner over the measured best choice"
 WAYS: tuple[PlanName, ...] = ("load", "recompute", "both")
 PLANS: tuple[PlanName, ...] = (*WAYS, "auto")
+HOT = "128MiB"
 TOKENS, TOKENS_QUICK = 4097, 2049
 NEW_TOKENS = 8
 REGION_BYTES = 512 << 20
@@ -69,7 +70,10 @@ class Rig:
 
     def run(self, plan: PlanName, *, new_tokens: int = 1) -> tuple[float, torch.Tensor]:
         """Seconds until the first new token is there, and the tokens."""
-        with kvtier.open(self.folder, model=self.model, hot="256MiB") as store:
+        with kvtier.open(self.folder, model=self.model, hot=HOT) as store:
+            # Memory that is touched for the first time costs as much as a fast load, or nothing,
+            # as the machine has it: that is not the planner's.
+            store._residency.hot.tier.pool(0).arena[:] = 0
             start = time.perf_counter()
             with TieredCache(store, self.ids, plan=plan) as cache:
                 output = self.generate(cache, new_tokens)
@@ -120,7 +124,7 @@ def rig(tokens: int, device: str) -> Iterator[Rig]:
         ready = Rig(model, path, ids, ids)
         answer = ready.generate(DynamicCache(config=model.config), NEW_TOKENS)
         with (
-            kvtier.open(path, model=model, hot="256MiB", region=device, force=True) as store,
+            kvtier.open(path, model=model, hot=HOT, region=device, force=True) as store,
             TieredCache(store, ids) as cache,
             torch.inference_mode(),
         ):
