@@ -71,26 +71,26 @@ def digested(
     sketch: (bits, seed), or None for means alone. Raises what `digest_of` raises.
     """
     shape = geometry.layers[layer]
-    same = 0
-    if known is not None and known.digests.sketch == sketch:
-        digests = known.digests
-        for of, view in zip(known.made_of, views, strict=False):
-            # What was written anew may lie in another order.
-            if view.segment.digests.get(layer) is not of:
-                break
-            same += 1
-        digests.crop(same)
-    else:
-        digests = LayerDigests(shape.kv_heads, (shape.key_width, shape.value_width), sketch)
+    # What may fail comes first. It also tells the orders of units that were not read before.
     first = digest_of(views[0].segment, layer, None)
     made_of = [first, *(digest_of(view.segment, layer, first) for view in views[1:])]
+    same = 0
+    if known is None:
+        digests = LayerDigests(shape.kv_heads, (shape.key_width, shape.value_width), sketch)
+    else:
+        digests = known.digests
+        while same < min(len(made_of), len(known.made_of)) and (
+            known.made_of[same] is made_of[same]
+        ):
+            same += 1
+        digests.crop(same)
     for of in made_of[same:]:
         digests.add(of)
     counts = [pages_of(view.segment.token_count) for view in views]
     positions = _positions(views, layer, shape.kv_heads, counts)
     end = views[-1].end
     held = positions >= 0
-    always = ((positions >= 0) & (positions < SINK_TOKENS)).any(2)
+    always = (held & (positions < SINK_TOKENS)).any(2)
     cut = np.repeat([view.limit < view.segment.token_count for view in views], counts)
     shown = None if held.all() else torch.from_numpy(held)
     tokens = np.concatenate([_tokens_of_pages(view.segment.token_count) for view in views])

@@ -26,7 +26,7 @@ from kvtier.tiering.frame_runs import FrameArray
 from kvtier.tiering.frames import FramePool
 from kvtier.tiering.packing import scatter
 from kvtier.tiering.residency import Residency
-from kvtier.tiering.steps import Read, Steps, Wait, apart, run, started
+from kvtier.tiering.steps import Read, Steps, Wait, apart, failures_of, run, started
 from kvtier.tiering.units import Units
 
 REQUEST_BYTES = 1 << 20
@@ -83,14 +83,10 @@ class _Requests:
         device as a whole fails."""
         assert self.batch is not None
         assert self._parts is not None
-        try:
-            yield Wait(self.batch)
+        failed = yield from failures_of(self.batch)
+        if not failed:
             return []
-        except DeviceError as error:
-            if not error.failures:
-                raise
-            failed = error
-        suspects = np.flatnonzero(np.isin(self._read_of, [index for index, _ in failed.failures]))
+        suspects = np.flatnonzero(np.isin(self._read_of, [index for index, _ in failed]))
         failures = yield from apart((part, self._parts.alone(part)) for part in suspects.tolist())
         return [(int(self._whose[part]), number) for part, number in failures]
 

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtier.errors import DeviceError
 from kvtier.io.buffers import BufferPiece
 from kvtier.io.device import Buffers, Int64Array, PendingBatch, Priority
 from kvtier.io.ranges import merge_ranges
@@ -27,7 +26,7 @@ from kvtier.tiering.extent_io import starts_of
 from kvtier.tiering.frame_runs import FrameArray
 from kvtier.tiering.frames import FramePool
 from kvtier.tiering.geometry import PAGE_TOKENS, LayerGeometry
-from kvtier.tiering.steps import Read, Steps, Wait, apart, started
+from kvtier.tiering.steps import Read, Steps, apart, failures_of, started
 
 AMPLIFICATION_MAX = 1.3
 """Bytes read over bytes wanted, up to which holes are read along."""
@@ -114,15 +113,12 @@ class PageFlight:
         """(index of a Page, errno) of what cannot be read, once the batch is done. Raises
         DeviceError where the device as a whole fails."""
         assert self.batch is not None
-        try:
-            yield Wait(self.batch)
+        failed = yield from failures_of(self.batch)
+        if not failed:
             return []
-        except DeviceError as error:
-            if not error.failures:
-                raise
-            failed = [index for index, _ in error.failures]
         # A request may have failed for a hole, or for another Page.
-        suspects = np.flatnonzero(np.isin(self.planned.index, failed)).tolist()
+        requests = [index for index, _ in failed]
+        suspects = np.flatnonzero(np.isin(self.planned.index, requests)).tolist()
         return (yield from apart((page, self._alone(page)) for page in suspects))
 
     def _alone(self, page: int) -> Read:

@@ -116,14 +116,12 @@ class SparseReader:
     def _known(self, sequence: Sequence, layer: int) -> DigestedViews:
         known = sequence.table.digested.get(layer)
         if known is None or known.views is not sequence.views or known.moves != self._moves:
+            # Taken out, because it is changed: where that fails, all of it is made anew.
+            known = sequence.table.digested.pop(layer, None)
             self._write_out(sequence)
             views = sequence.views
-            # Their digests, and the orders that their headers tell, come with their bytes.
-            first = self._digest(views[0].segment, layer, None)
-            for view in views[1:]:
-                self._digest(view.segment, layer, first)
-            self.recall.require_directories([Unit(view.segment, layer) for view in views])
             known = digested(known, views, layer, self.geometry, self.sketch, self._digest)
+            self.recall.require_directories([Unit(view.segment, layer) for view in views])
             known.moves = self._moves
             sequence.table.digested[layer] = known
         return known

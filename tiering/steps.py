@@ -137,6 +137,18 @@ def whole(read: Read) -> Steps[None]:
         raise DeviceError(str(failed), again[0][1], again)
 
 
+def failures_of(batch: PendingBatch) -> Steps[list[tuple[int, int]]]:
+    """Wait for a batch; (index of a request, errno) of what failed in it. Raises DeviceError where
+    the device as a whole fails."""
+    try:
+        yield Wait(batch)
+    except DeviceError as error:
+        if not error.failures:
+            raise
+        return error.failures
+    return []
+
+
 def apart(reads: Iterable[tuple[int, Read]]) -> Steps[list[tuple[int, int]]]:
     """Read each alone what failed in a batch; (its number, errno) of what fails alone as well.
 
@@ -145,12 +157,10 @@ def apart(reads: Iterable[tuple[int, Read]]) -> Steps[list[tuple[int, int]]]:
     """
     failures: list[tuple[int, int]] = []
     for number, read in reads:
-        try:
-            yield Wait((yield from started(read)))
-        except DeviceError as error:
-            if not error.failures:
-                raise
-            failures.append((number, error.failures[0][1]))
+        batch = yield from started(read)
+        alone = yield from failures_of(batch)
+        if alone:
+            failures.append((number, alone[0][1]))
     return failures
 
 

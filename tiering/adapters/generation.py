@@ -94,8 +94,8 @@ def generate(
     for name, nothing in REFUSED.items():
         if options.get(name, nothing) != nothing:
             raise UnsupportedError(f"kvtier.generate does not take {name}={options[name]!r}")
-    # The library hands no streamer on to a loop that is not its own.
     before = cache.rows.store.stats()
+    # The library hands no streamer on to a loop that is not its own.
     loop = _Loop(cache, seed, options.get("streamer"))
     with cache.mode.guarded():
         # The library's types say "a name of a repository"; its documentation "or a callable".
