@@ -80,9 +80,9 @@ by field. Made by `make_entries`. In a ring of big entries [requests, 16], by
 
 def make_entries(
     fd: int,
-    opcodes: npt.NDArray[np.uint8],
+    opcodes: npt.NDArray[np.uint8] | np.uint8,
     where: tuple[Int64Array, Int64Array, Int64Array],
-    buffers: Int64Array,
+    buffers: Int64Array | int,
     user_data: Int64Array,
     flags: int = 0,
 ) -> Entries:

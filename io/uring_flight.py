@@ -51,12 +51,19 @@ class Flight:
         self._lengths = batch.lengths
         self._errors = batch.errors
         self._moved = np.zeros(len(batch.offsets), np.int64)
+        self._is_new = True
         self._retries: Int64Array | None = None
         self._entries: Entries | None = None
         self._next = 0
 
     def begin(self, arena: RingArena) -> None:
         """All requests that are not finished wait to begin; nothing of the batch is in flight."""
+        if self._is_new and not self.abandoned and self._lengths.all():
+            self._is_new = False
+            self.left = len(self._lengths)
+            self._entries, self._next = self._made(np.arange(self.left), arena), 0
+            return
+        self._is_new = False
         unfinished: Int64Array = np.flatnonzero(self._moved < self._lengths)
         if self._errors.any():
             unfinished = unfinished[self._errors[unfinished] == 0]
@@ -156,16 +163,14 @@ class Flight:
 
     def _made(self, which: Int64Array, arena: RingArena) -> Entries:
         """Entries for what is left of these requests."""
-        moved = self._moved[which]
-        addresses = self._addresses[which] + moved
-        lengths = np.minimum(self._lengths[which] - moved, TRANSFER_BYTES_MAX)
-        pieces = arena.pieces_of(addresses, lengths)
         plain, fixed = _WRITES if self.batch.what == "write" else _READS
-        return make_entries(
-            self.fd,
-            np.where(pieces < 0, plain, fixed),
-            (self._offsets[which] + moved, addresses, lengths),
-            np.maximum(pieces, 0),
-            (self.number << INDEX_BITS) | which,
-            self._flags,
-        )
+        moved = self._moved[which]
+        offsets, addresses = self._offsets[which] + moved, self._addresses[which] + moved
+        lengths = np.minimum(self._lengths[which] - moved, TRANSFER_BYTES_MAX)
+        numbers = (self.number << INDEX_BITS) | which
+        where = offsets, addresses, lengths
+        if arena.memory is None:
+            return make_entries(self.fd, plain, where, 0, numbers, self._flags)
+        pieces = arena.pieces_of(addresses, lengths)
+        codes = np.where(pieces < 0, plain, fixed)
+        return make_entries(self.fd, codes, where, np.maximum(pieces, 0), numbers, self._flags)

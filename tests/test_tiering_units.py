@@ -90,16 +90,17 @@ def test_sizes_are_those_of_the_shapes_and_stay_with_the_units() -> None:
 def test_put_units_records_whole_and_cut_ones_and_leaves_what_is_there() -> None:
     hot = MemoryTier("HOT", 1 << 20, GEOMETRY)
     tier = Residency(GEOMETRY, hot, MemoryTier("HOST", 0, GEOMETRY)).hot
-    layers, slots = np.array([0, 0, 1, 1, 2, 2]), np.array([3, 5, 3, 5, 3, 5])
-    pages = np.array([SEGMENT_PAGES, 7, SEGMENT_PAGES, 7, SEGMENT_PAGES, 7])
+    layers, slots = np.arange(3).repeat(12), np.tile(np.arange(3, 15), 3)
+    # Enough as long as each other to be written at once, whole or cut, and some of another length.
+    pages = np.tile([SEGMENT_PAGES, 6, 7, 7, 7, SEGMENT_PAGES, 7, 5, 7, 7, 6, SEGMENT_PAGES], 3)
     heads = np.array([each.kv_heads for each in GEOMETRY.layers])[layers]
     counts = pages * heads
     frames = np.arange(counts.sum()) + 100
     begins = counts.cumsum() - counts
-    there = np.arange(heads[1] * 7).reshape(-1, 7)
-    tier.put(0, 5, 0, there)
+    there = np.arange(heads[3] * 7).reshape(-1, 7)
+    tier.put(0, 6, 0, there)
     taken = tier.put_units(layers, slots, frames, begins, counts)
-    assert taken.tolist() == [True, False, True, True, True, True]
+    assert taken.tolist() == [index != 3 for index in range(36)]
     for index, (layer, slot) in enumerate(zip(layers.tolist(), slots.tolist(), strict=True)):
         own = frames[begins[index] : begins[index] + counts[index]].reshape(heads[index], -1)
         own = own if taken[index] else there
@@ -127,3 +128,21 @@ def test_results_of_completions_keep_their_sign_and_lose_their_flags() -> None:
         entries = np.zeros(len(results), [("result", "i4"), ("flags", "u4")])
         entries["result"], entries["flags"] = results, flags
         assert results_of(entries.view(np.int64)).tolist() == results.tolist()
+
+
+def test_a_lease_counts_a_unit_as_often_as_it_is_named() -> None:
+    hot = MemoryTier("HOT", 1 << 20, GEOMETRY)
+    residency = Residency(GEOMETRY, hot, MemoryTier("HOST", 0, GEOMETRY))
+    layers, slots = np.array([2, 0, 2, 2]), np.array([5, 15, 5, 4])
+    expected = np.zeros((3, 16))
+    expected[2, 5], expected[0, 15], expected[2, 4] = 2, 1, 1
+    with residency.lease(layers, slots):
+        assert (residency.leases == expected).all()
+        with residency.lease(layers[:1], slots[:1]):
+            assert residency.leases[2, 5] == 3
+            # Slots may be added while it lasts.
+            while residency.has_free_slot:
+                residency.take_slot()
+            residency.take_slot()
+        assert (residency.leases[:, :16] == expected).all()
+    assert not residency.leases.any()

@@ -10,12 +10,11 @@ Invariants:
   or idle.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvtier.errors import ClosedError, DeviceError
 from kvtier.io.buffers import BufferPool
 from kvtier.io.device import Priority
-from kvtier.tiering.cargo import Cargo
 from kvtier.tiering.extent_io import Unit, bounce_bytes
 from kvtier.tiering.flight import Flight, Flights
 from kvtier.tiering.residency import SlotArray
@@ -53,7 +52,7 @@ class ReadAhead:
         """The pass in which HOT had nothing idle left."""
         self._air: list[Flight] = []
         self._coming: dict[Key, tuple[Flight, int]] = {}
-        """The flight that brings a unit, and its number there."""
+        """The flight that brings a unit, and its index there."""
         self._landed: dict[Key, Unit] = {}
 
     @property
@@ -115,15 +114,19 @@ class ReadAhead:
                 return False
         elif not self._find_idle(nbytes):
             return False
-        flight = Flight(self.extents)
-        self._air.append(flight)
+        # Layers of several widths are several flights.
+        flights = self.flights.add(Units.of(units))
+        self.air_bytes += nbytes
+        self.pages += sum(map(self._pages, units))
+        self._air += flights
+        for flight in flights:
+            for index, key in enumerate(flight.cargo.keys()):
+                self._coming[key] = flight, index
+        begun = [self._begin_flight(flight) for flight in flights]
+        return all(begun)
+
+    def _begin_flight(self, flight: Flight) -> bool:
         try:
-            self.flights.add(flight, Units.of(units))
-            self.air_bytes += nbytes
-            self.pages += sum(map(self._pages, units))
-            for cargo in flight.cargo:
-                for index, key in cargo.indexed():
-                    self._coming[key] = flight, cargo.first + index
             if flight.bounce_bytes:
                 piece = self.buffers.take(flight.bounce_bytes)
                 if piece is None:
@@ -179,23 +182,23 @@ class ReadAhead:
         self._air.remove(flight)
         try:
             failed = yield from flight.landing()
-            for cargo in flight.cargo:
-                self._keep(flight, cargo, [each - cargo.first for each in failed])
+            self._keep(flight, failed)
         except (DeviceError, ClosedError):
             # Nobody has asked for it yet.
             return
         finally:
             self._drop(flight)
 
-    def _keep(self, flight: Flight, cargo: Cargo, failed: list[int]) -> None:
+    def _keep(self, flight: Flight, failed: Collection[int]) -> None:
         """Check what was read, and have in HOT, under a lease, what is still to come and sound."""
+        cargo = flight.cargo
         there = self.residency.hot.pages[cargo.units.layers, cargo.units.slots] > 0
-        left = [each for each in self._still_coming(flight, cargo) if not there[each]]
+        left = [each for each in self._still_coming(flight) if not there[each]]
         left = [each for each in left if each not in failed]
-        while damaged := self.flights.check(flight, cargo, left):
+        while damaged := self.flights.check(flight, left):
             left = left[left.index(damaged[0]) + 1 :]
         sound = cargo.sound
-        self.flights.arrive(flight)
+        self.flights.arrive(cargo)
         for index in sound:
             unit = cargo.units[index]
             del self._coming[_key(unit)]
@@ -204,12 +207,10 @@ class ReadAhead:
             self.air_bytes -= self.flights.unit_bytes(unit)
             self._landed_bytes += self.flights.unit_bytes(unit)
 
-    def _still_coming(self, flight: Flight, cargo: Cargo) -> list[int]:
+    def _still_coming(self, flight: Flight) -> list[int]:
         """Which of the units are to come with this flight: a Segment may have been forgotten."""
-        coming, first = self._coming, cargo.first
-        return [
-            index for index, key in cargo.indexed() if coming.get(key) == (flight, first + index)
-        ]
+        coming, keys = self._coming, flight.cargo.keys()
+        return [index for index, key in enumerate(keys) if coming.get(key) == (flight, index)]
 
     def used(self, layers: SlotArray, slots: SlotArray) -> None:
         """Somebody uses these units now, or will see to them."""
@@ -229,11 +230,11 @@ class ReadAhead:
         """Give up what is left of a flight."""
         if flight in self._air:
             self._air.remove(flight)
-        for cargo in flight.cargo:
-            self.air_bytes -= int(cargo.sizes.frames_bytes[cargo.held].sum())
-            self.pages_in_vain += int(cargo.sizes.frames[cargo.held].sum())
-            for index in self._still_coming(flight, cargo):
-                del self._coming[_key(cargo.units[index])]
+        cargo = flight.cargo
+        self.air_bytes -= int(cargo.sizes.frames_bytes[cargo.held].sum())
+        self.pages_in_vain += int(cargo.sizes.frames[cargo.held].sum())
+        for index in self._still_coming(flight):
+            del self._coming[_key(cargo.units[index])]
         self.flights.give_up(flight)
 
     def give_up(self) -> None:
@@ -254,7 +255,7 @@ class ReadAhead:
             # What lands of it goes no further.
             self._coming.pop(key, None)
         for flight in list(self._air):
-            if not any(self._still_coming(flight, cargo) for cargo in flight.cargo):
+            if not self._still_coming(flight):
                 self._drop(flight)
 
 

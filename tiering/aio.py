@@ -36,8 +36,10 @@ T = TypeVar("T")
 
 BATCH_BYTES = 4 << 20
 """Bytes of one batch of a restore: several restores are under way at once."""
-UNITS_MAX = 16
-"""Units of one batch: what making room for them takes is time of the loop."""
+PLAN_BYTES = 16 << 20
+"""Bytes of units that are planned at once."""
+UNITS_MAX = 32
+"""Units that are planned at once: what making room for them takes is time of the loop."""
 
 
 class AsyncStore:
@@ -62,6 +64,8 @@ class AsyncStore:
         self._reading = Reading(
             BufferPool(bounce_bytes(store.geometry)),
             BATCH_BYTES,
+            PLAN_BYTES,
+            PLAN_BYTES,
             UNITS_MAX,
             flights_max=2,
             shared=True,

@@ -34,8 +34,9 @@ T = TypeVar("T")
 
 BATCH_BYTES = 1 << 20
 """Bytes of one batch: a slow drive cannot be stopped within one."""
-UNITS_MAX = 16
-"""Units of one batch: what is done for them with the lock held keeps the model waiting."""
+UNITS_MAX = 32
+"""Units that are planned at once: what is done for them with the lock held keeps the model
+waiting."""
 LOOK_S = 0.001
 
 
@@ -68,7 +69,7 @@ class BackLoader:
         self._reading = Reading(
             BufferPool(bounce_bytes(store.geometry)),
             BATCH_BYTES,
-            UNITS_MAX,
+            units_max=UNITS_MAX,
             shared=True,
             spare_bytes=store._writer.spare_bytes,
             priority=Priority.PREFETCH,

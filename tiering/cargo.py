@@ -1,8 +1,9 @@
 """Units of one pool that are brought together: where they lie on the device, and where in memory
 their bytes go."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +18,19 @@ RUNS_MAX = 4
 """Runs of neighbours that a unit's Frames may form for it to be read straight into them: more
 requests cost more than a copy."""
 
-Rows = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
-"""Requests: offsets on the device, starts in memory, lengths, and the numbers of their units."""
+
+class Rows(NamedTuple):
+    """Requests: offsets on the device, starts in memory, lengths, and the indices of their
+    units."""
+
+    offsets: Int64Array
+    starts: Int64Array
+    lengths: Int64Array
+    whose: Int64Array
+
+    def part(self, own: slice) -> "Rows":
+        """Some of them."""
+        return Rows(*(each[own] for each in self))
 
 
 class Runs(NamedTuple):
@@ -46,12 +58,14 @@ class Runs(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Cargo:
-    """Units as columns, with Frames that were taken for them. Made by `stowed`."""
+    """Units as columns, with Frames that were taken for them, planned at once and read in parts.
+    Made by `stowed`."""
 
-    first: int
-    """The number of its first unit in its flight; the others follow."""
     units: Units
     sizes: Sizes
+    layers: list[int]
+    payload_bytes: list[int]
+    """Of each unit, as the sizes say."""
     pool: FramePool
     frames: FrameArray
     """Those of one unit, [heads, pages], behind the other's."""
@@ -67,28 +81,29 @@ class Cargo:
     """Where in the pool's arena the payload of each unit will be; -1: a header comes along, or it
     is bounced or in several runs."""
     held: Mask
-    """Whose Frames and room for a header are this flight's still."""
+    """Whose Frames and room for a header belong to those who read them still."""
     runs: Runs
     headers: dict[int, int] = field(default_factory=dict)
     """By unit, where in the arena its header will be, where it is not known and not bounced."""
     sound: list[int] = field(default_factory=list)
     """Those that landed and are what they should be, but are not HOT's yet."""
 
-    def indexed(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """The index, and the layer and slot, of each unit."""
-        layers, slots = self.units.layers.tolist(), self.units.slots.tolist()
-        return enumerate(zip(layers, slots, strict=True))
+    def keys(self) -> list[tuple[int, int]]:
+        """The layer and slot of each unit."""
+        return list(zip(self.layers, self.units.slots.tolist(), strict=True))
 
     def frames_of(self, index: int) -> FrameArray:
         """Of one unit, as a vector."""
         begin = int(self.begins[index])
         return self.frames[begin : begin + int(self.sizes.frames[index])]
 
-    def held_frames(self) -> FrameArray:
-        """Of all units that are held, as a vector."""
-        if self.held.all():
+    def frames_of_all(self, indices: Int64Array) -> FrameArray:
+        """Of several units, as a vector."""
+        if len(indices) == len(self.units):
             return self.frames
-        return self.frames[self.held.repeat(self.sizes.frames)]
+        chosen = np.zeros(len(self.units), np.bool_)
+        chosen[indices] = True
+        return self.frames[chosen.repeat(self.sizes.frames)]
 
     def pieces(self, index: int) -> list[slice]:
         """Where in the arena the payload of a unit will be that is not bounced."""
@@ -97,32 +112,55 @@ class Cargo:
         ends = starts + self.runs.lengths[own] * self.pool.frame_bytes
         return [slice(*each) for each in zip(starts.tolist(), ends.tolist(), strict=True)]
 
-    def payload_requests(self) -> Rows:
-        """What is read straight into Frames."""
+    def requests(self, parts: Sequence[slice]) -> list[Rows]:
+        """What is read straight into the arena, headers too, for each of these parts, which follow
+        each other: in the order in which it lies on the device."""
+        rows = self._payload_requests()
+        if self.headers:
+            rows = Rows(*map(np.concatenate, zip(rows, self._header_requests(), strict=True)))
+        if len(parts) == 1:
+            order = rows.offsets.argsort()
+            return [Rows(*(each[order] for each in rows))]
+        firsts = np.array([each.start for each in parts], np.int64)
+        part_of = firsts.searchsorted(rows.whose, "right")
+        order = np.lexsort((rows.offsets, part_of))
+        rows = Rows(*(each[order] for each in rows))
+        ends = part_of[order].searchsorted(np.arange(len(parts) + 1), "right").tolist()
+        return [rows.part(slice(*each)) for each in pairwise(ends)]
+
+    def _payload_requests(self) -> Rows:
         runs, frame_bytes = self.runs, self.pool.frame_bytes
         if self.bounced.any():
             direct = ~self.bounced[runs.whose]
             runs = Runs(runs.begins[direct], runs.lengths[direct], runs.whose[direct])
-        payloads = (self.places + self.sizes.header_bytes)[runs.whose]
-        return (
-            payloads + (runs.begins - self.begins[runs.whose]) * frame_bytes,
+        whose = runs.whose
+        payloads = (self.places + self.sizes.header_bytes)[whose]
+        return Rows(
+            payloads + (runs.begins - self.begins[whose]) * frame_bytes,
             self.frames[runs.begins] * frame_bytes,
             runs.lengths * frame_bytes,
-            runs.whose + self.first,
+            whose,
         )
 
-    def header_requests(self) -> Rows:
-        """What is read beside the Frames."""
+    def _header_requests(self) -> Rows:
         whose = np.array([*self.headers], np.int64)
         rooms = np.array([*self.headers.values()], np.int64)
-        return self.places[whose], rooms, self.sizes.header_bytes[whose], whose + self.first
+        return Rows(self.places[whose], rooms, self.sizes.header_bytes[whose], whose)
+
+    def bounced_requests(self, own: slice) -> Rows:
+        """What is read into a bounce buffer for some of the units, whole Extents in the order in
+        which they lie on the device; notes where in the buffer they will be."""
+        which = self.bounced[own].nonzero()[0] + own.start
+        which = which[self.places[which].argsort()]
+        lengths = self.sizes.extent_bytes[which]
+        starts = starts_of(lengths)
+        self.bounced_at[which] = starts
+        return Rows(self.places[which], starts, lengths, which)
 
 
-def stowed(
-    first: int, units: Units, frames: FrameArray, pool: FramePool, extents: ExtentIO
-) -> Cargo:
+def stowed(units: Units, frames: FrameArray, pool: FramePool, extents: ExtentIO) -> Cargo:
     """Units that are on the device, with Frames that were taken for them from this pool, those of
-    one behind the other's. first: the number of the first one in its flight."""
+    one behind the other's."""
     sizes, count = extents.sizes(units), len(units)
     places = np.array([each.offset for each in units.extents() if each is not None], np.int64)
     assert len(places) == count, "what is not on the device cannot be read"
@@ -150,7 +188,15 @@ def stowed(
     if headers:
         starts[[*headers]] = -1
     return Cargo(
-        *(first, units, sizes, pool, frames, begins, places, bounced),
+        units=units,
+        sizes=sizes,
+        layers=units.layers.tolist(),
+        payload_bytes=sizes.payload_bytes.tolist(),
+        pool=pool,
+        frames=frames,
+        begins=begins,
+        places=places,
+        bounced=bounced,
         bounced_at=np.zeros(count, np.int64),
         starts=starts.tolist(),
         held=np.ones(count, np.bool_),

@@ -21,9 +21,7 @@ from kvtier.io.device import Buffers, ByteArray, Int64Array, PendingBatch, Prior
 from kvtier.io.ranges import merge_ranges
 from kvtier.tiering.cargo import Cargo, Rows, stowed
 from kvtier.tiering.extent_format import checksum_of_view
-from kvtier.tiering.extent_io import ExtentIO, Unit, starts_of
-from kvtier.tiering.frame_runs import FrameArray
-from kvtier.tiering.frames import FramePool
+from kvtier.tiering.extent_io import ExtentIO, Unit, batches
 from kvtier.tiering.packing import scatter
 from kvtier.tiering.residency import Residency
 from kvtier.tiering.steps import Read, Steps, Wait, apart, failures_of, run, started
@@ -34,27 +32,25 @@ REQUEST_BYTES = 1 << 20
 
 
 class _Requests:
-    """Requests of a flight that fill one memory."""
+    """Requests of a flight that fill one memory, in the order in which they lie on the device."""
 
     def __init__(
-        self, memory: ByteArray, batches: list[PendingBatch], piece: BufferPiece | None = None
+        self,
+        memory: ByteArray,
+        rows: Rows,
+        batches: list[PendingBatch],
+        piece: BufferPiece | None = None,
     ) -> None:
         """batches: where to note what is under way. piece: what `memory` is, if it is leased."""
-        self.memory = memory
+        self._whose = rows.whose
         self._batches = batches
         self._piece = piece
-        self._rows: list[Rows] = []
-        self.nbytes = 0
-        """Bytes that they read, once they began."""
+        self._parts = Read(rows.offsets, Buffers(memory, rows.starts, rows.lengths), self._used_by)
+        self.nbytes = int(rows.lengths.sum())
+        """Bytes that they read."""
         self.batch: PendingBatch | None = None
-        self._parts: Read | None = None
-        self._read_of: Int64Array = np.zeros(0, np.int64)
-        """By which read of the batch each part is filled."""
-        self._whose: Int64Array = np.zeros(0, np.int64)
-
-    def add(self, rows: Rows) -> None:
-        """More of them."""
-        self._rows.append(rows)
+        self._read_of: Int64Array | None = None
+        """By which read of the batch each part is filled; None: each by its own."""
 
     def _used_by(self, batch: PendingBatch) -> None:
         self._batches.append(batch)
@@ -62,19 +58,14 @@ class _Requests:
             self._piece.used_by(batch)
 
     def starting(self, priority: Priority) -> Steps[None]:
-        """Let them begin, in the order in which they lie on the device."""
-        tables = [np.array(rows) for rows in self._rows]
-        table = tables[0] if len(tables) == 1 else np.concatenate(tables, axis=1)
-        offsets, starts, lengths, self._whose = table[:, table[0].argsort()]
-        self.nbytes = int(lengths.sum())
-        read = self._parts = Read(offsets, Buffers(self.memory, starts, lengths), self._used_by)
-        self._read_of = np.arange(len(offsets))
+        """Let them begin."""
+        read = self._parts
         if self._piece is not None:
             # Extents lie in the bounce buffer as they lie on the device.
-            merged = merge_ranges(offsets, lengths, 0, REQUEST_BYTES)
+            merged = merge_ranges(read.offsets, read.buffers.lengths, 0, REQUEST_BYTES)
             first = np.searchsorted(merged.index, np.arange(len(merged.offsets)))
-            buffers = Buffers(self.memory, starts[first], merged.lengths)
-            read = Read(merged.offsets, buffers, self._used_by)
+            memory, starts = read.buffers.memory, read.buffers.starts[first]
+            read = Read(merged.offsets, Buffers(memory, starts, merged.lengths), self._used_by)
             self._read_of = merged.index
         self.batch = yield from started(read, priority)
 
@@ -82,95 +73,73 @@ class _Requests:
         """(whose, errno) of what cannot be read, once they are done. Raises DeviceError where the
         device as a whole fails."""
         assert self.batch is not None
-        assert self._parts is not None
         failed = yield from failures_of(self.batch)
         if not failed:
             return []
-        suspects = np.flatnonzero(np.isin(self._read_of, [index for index, _ in failed]))
-        failures = yield from apart((part, self._parts.alone(part)) for part in suspects.tolist())
+        suspects = [index for index, _ in failed]
+        if self._read_of is not None:
+            suspects = np.flatnonzero(np.isin(self._read_of, suspects)).tolist()
+        failures = yield from apart((part, self._parts.alone(part)) for part in suspects)
         return [(int(self._whose[part]), number) for part, number in failures]
 
 
 class Flight:
-    """Some units on their way together, by numbers. Callers hold the store's lock."""
+    """Some units of a Cargo on their way together. Callers hold the store's lock."""
 
-    def __init__(self, extents: ExtentIO) -> None:
+    def __init__(self, cargo: Cargo, own: slice, rows: Rows, extents: ExtentIO) -> None:
+        """own: which of the units. rows: what is read straight into the arena for them."""
+        self.cargo = cargo
+        self.own = own
         self.extents = extents
-        self.cargo: list[Cargo] = []
         self.batches: list[PendingBatch] = []
         self.piece: BufferPiece | None = None
         self._began = 0.0
-        self._count = 0
-        self._requests: dict[int, _Requests] = {}
+        self._requests: list[_Requests] = []
+        if len(rows.whose):
+            self._requests.append(_Requests(cargo.pool.arena, rows, self.batches))
 
     @property
     def in_air(self) -> bool:
         """Whether the device may still write into its memory."""
         return not all(batch.done for batch in self.batches)
 
-    def add(self, units: Units, frames: FrameArray, pool: FramePool) -> None:
-        """More units. frames: taken for them from this pool, those of one behind the other's."""
-        cargo = stowed(self._count, units, frames, pool, self.extents)
-        self.cargo.append(cargo)
-        self._count += len(units)
-        if cargo.headers:
-            self._of(pool.arena).add(cargo.header_requests())
-        if not cargo.bounced.all():
-            self._of(pool.arena).add(cargo.payload_requests())
-
-    def _of(self, arena: ByteArray) -> _Requests:
-        if id(arena) not in self._requests:
-            self._requests[id(arena)] = _Requests(arena, self.batches)
-        return self._requests[id(arena)]
-
-    def unit(self, number: int) -> Unit:
-        """One of its units."""
-        cargo = next(each for each in reversed(self.cargo) if each.first <= number)
-        return cargo.units[number - cargo.first]
-
     @property
     def bounce_bytes(self) -> int:
-        """Bytes of the bounce buffer that this flight needs."""
-        return sum(int(each.sizes.extent_bytes[each.bounced].sum()) for each in self.cargo)
+        """Bytes of the bounce buffer that it needs."""
+        bounced = self.cargo.bounced[self.own]
+        if not bounced.any():
+            return 0
+        return int(self.cargo.sizes.extent_bytes[self.own][bounced].sum())
 
     def bounce(self, piece: BufferPiece) -> None:
         """Give it the bounce buffer that it needs."""
         self.piece = piece
-        requests = self._requests[id(piece)] = _Requests(piece.memory, self.batches, piece)
-        which = [each.bounced.nonzero()[0] for each in self.cargo]
-        some = list(zip(self.cargo, which, strict=True))
-        places = np.concatenate([each.places[own] for each, own in some])
-        lengths = np.concatenate([each.sizes.extent_bytes[own] for each, own in some])
-        numbers = np.concatenate([own + each.first for each, own in some])
-        order = places.argsort()
-        starts = np.empty(len(order), np.int64)
-        starts[order] = starts_of(lengths[order])
-        requests.add((places, starts, lengths, numbers))
-        for each, own in some:
-            each.bounced_at[own], starts = starts[: len(own)], starts[len(own) :]
+        rows = self.cargo.bounced_requests(self.own)
+        self._requests.append(_Requests(piece.memory, rows, self.batches, piece))
+
+    def held(self) -> Int64Array:
+        """Indices, in its Cargo, of its units that are held."""
+        held: Int64Array = self.cargo.held[self.own].nonzero()[0] + self.own.start
+        return held
 
     def starting(self, priority: Priority) -> Steps[None]:
         """Begin to read. Raises what `Device.start_read` raises."""
         self._began = time.monotonic()
-        for requests in self._requests.values():
+        for requests in self._requests:
             yield from requests.starting(priority)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it reads."""
-        return sum(each.nbytes for each in self._requests.values())
-
     def landing(self) -> Steps[dict[int, int]]:
-        """The numbers of units that could not be read, with the errno of each, once all batches are
-        done. Raises DeviceError where the device as a whole fails."""
+        """By index in its Cargo, the errno of each unit that could not be read, once all batches
+        are done. Raises DeviceError where the device as a whole fails."""
         failed: dict[int, int] = {}
         waited = self.in_air
-        for requests in self._requests.values():
+        for requests in self._requests:
             for whose, number in (yield from requests.landing()):
                 failed.setdefault(whose, number)
-        self.extents.counters.bytes_read += self.nbytes
+        nbytes = sum([each.nbytes for each in self._requests])
+        self.extents.counters.bytes_read += nbytes
         if not failed:
-            self.extents.flow.landed(self.nbytes, self._began, waited=waited)
+            self.extents.flow.landed(nbytes, self._began, waited=waited)
         return failed
 
     def settling(self) -> Steps[None]:
@@ -202,49 +171,56 @@ class Flights:
         """Bytes of the Frames that a whole unit needs."""
         return self.extents.shape(unit).frames_bytes
 
-    def add(self, flight: Flight, units: Units) -> None:
-        """Take Frames for units, for which there is room, and let this flight bring them. They are
-        on the device (`ExtentIO.require_written`)."""
+    def add(self, units: Units, batch_bytes: int = 1 << 62) -> list[Flight]:
+        """Take Frames for units, for which there is room, and plan how they are brought: by one
+        Cargo for each pool, in flights of at most batch_bytes, or of one unit. They are on the
+        device (`ExtentIO.require_written`)."""
         tier = self.residency.hot.tier
         parts = [units]
         if len({*self._widths}) > 1:
             # Layers of one width share a pool.
             widths = np.array(self._widths)[units.layers]
             parts = [units.those(widths == each) for each in dict.fromkeys(widths.tolist())]
+        flights: list[Flight] = []
         for some in parts:
             layer = int(some.layers[0])
             pool = tier.pool(layer)
-            frames = tier.take_each(layer, self.extents.sizes(some).frames.tolist())
+            sizes = self.extents.sizes(some)
+            frames = tier.take_each(layer, sizes.frames.tolist())
             self.frames_bytes += len(frames) * pool.frame_bytes
-            flight.add(some, frames, pool)
+            cargo = stowed(some, frames, pool, self.extents)
+            own = list(batches(sizes.extent_bytes.tolist(), batch_bytes))
+            rows = cargo.requests(own)
+            flights += [Flight(cargo, *each, self.extents) for each in zip(own, rows, strict=True)]
+        return flights
 
-    def check(
-        self, flight: Flight, cargo: Cargo, indices: Iterable[int]
-    ) -> tuple[int, FormatError] | None:
+    def check(self, flight: Flight, indices: Iterable[int]) -> tuple[int, FormatError] | None:
         """Require of units that landed that they are what they should be, and have them in their
         Frames; those are noted as sound. Returns the first that is not, and the error."""
-        units, starts, sound = cargo.units, cargo.starts, cargo.sound
-        segments, layers = units.segments, units.layers.tolist()
-        lengths = cargo.sizes.payload_bytes.tolist()
+        cargo = flight.cargo
+        segments, layers = cargo.units.segments, cargo.layers
+        starts, lengths, sound = cargo.starts, cargo.payload_bytes, cargo.sound
         arena = cargo.pool.arena.data
         for index in indices:
-            segment, start = segments[index], starts[index]
+            start = starts[index]
             if start < 0:
                 try:
-                    self._check_singly(flight, cargo, index)
+                    self._check_singly(flight, index)
                 except FormatError as error:
                     return index, error
             else:
+                segment = segments[index]
                 view = arena[start : start + lengths[index]]
                 found = checksum_of_view(view, segment.generation)
                 if found != segment.payload_checksums[layers[index]]:
-                    return index, self.extents.payload_damaged(units[index])
+                    return index, self.extents.payload_damaged(cargo.units[index])
             sound.append(index)
         return None
 
-    def _check_singly(self, flight: Flight, cargo: Cargo, index: int) -> None:
+    def _check_singly(self, flight: Flight, index: int) -> None:
         """The same of one whose bytes are not in one piece of the arena. Raises FormatError."""
-        unit, extents = cargo.units[index], self.extents
+        cargo, extents = flight.cargo, self.extents
+        unit = cargo.units[index]
         shape = extents.shape(unit)
         header: ByteArray | None = None
         if not cargo.bounced[index]:
@@ -262,21 +238,20 @@ class Flights:
         frames = torch.from_numpy(cargo.frames_of(index).reshape(shape.heads, shape.pages))
         scatter(extents.typed(payload), shape.layout, cargo.pool.memory, frames)
 
-    def arrive(self, flight: Flight) -> None:
+    def arrive(self, cargo: Cargo) -> None:
         """What is sound is HOT's from now on. Where somebody else brought a unit meanwhile, its
         Frames are given back."""
+        if not cargo.sound:
+            return
         hot = self.residency.hot
-        for cargo in flight.cargo:
-            if not cargo.sound:
-                continue
-            some, cargo.sound = np.array(cargo.sound, np.int64), []
-            layers, slots = cargo.units.layers[some], cargo.units.slots[some]
-            begins, counts = cargo.begins[some], cargo.sizes.frames[some]
-            self._leave(cargo, some)
-            taken = hot.put_units(layers, slots, cargo.frames, begins, counts)
-            if not taken.all():
-                for index in some[~taken].tolist():
-                    hot.tier.give(int(cargo.units.layers[index]), cargo.frames_of(index))
+        some, cargo.sound = np.array(cargo.sound, np.int64), []
+        layers, slots = cargo.units.layers[some], cargo.units.slots[some]
+        begins, counts = cargo.begins[some], cargo.sizes.frames[some]
+        self._leave(cargo, some)
+        taken = hot.put_units(layers, slots, cargo.frames, begins, counts)
+        if not taken.all():
+            for index in some[~taken].tolist():
+                hot.tier.give(cargo.layers[index], cargo.frames_of(index))
 
     def _leave(self, cargo: Cargo, some: Int64Array) -> None:
         """Frames of these units are not their flight's any more."""
@@ -296,11 +271,11 @@ class Flights:
         if flight.in_air:
             self._adrift.append(flight)
             return
-        for cargo in flight.cargo:
-            if cargo.held.any():
-                frames = cargo.held_frames()
-                self._leave(cargo, cargo.held.nonzero()[0])
-                self.residency.hot.tier.give(int(cargo.units.layers[0]), frames)
+        held = flight.held()
+        if len(held):
+            cargo = flight.cargo
+            self._leave(cargo, held)
+            self.residency.hot.tier.give(cargo.layers[0], cargo.frames_of_all(held))
 
     def reap(self) -> bool:
         """Give back what flights had that were given up and are over. False: some are not."""

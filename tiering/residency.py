@@ -109,17 +109,18 @@ class TierMap:
             begins, counts = begins[taken], counts[taken]
         self.pages[layers, slots] = counts
         heads = self._heads[layers]
-        # A few are written faster one by one.
-        whole = (counts == heads * SEGMENT_PAGES) & (len(slots) > FEW_UNITS)
-        for each, stack in self._stacks.items() if len(slots) > FEW_UNITS else ():
-            some = (whole & (heads == each)).nonzero()[0]
-            if len(some):
-                places = self._places[layers[some]] * stack.shape[1] + slots[some]
-                count = each * SEGMENT_PAGES
-                rows = frames[begins[some, None] + np.arange(count)]
-                stack.reshape(-1, count)[places] = rows
-        # At most the last one of a context in each layer.
-        cut = (~whole).nonzero()[0]
+        single = np.ones(len(slots), np.bool_)
+        # Most units of a context have as many Pages; a few are written faster one by one.
+        for count in {*counts.tolist()} if len(slots) > FEW_UNITS else ():
+            for each, stack in self._stacks.items():
+                some = ((counts == count) & (heads == each)).nonzero()[0]
+                if len(some) > FEW_UNITS:
+                    single[some] = False
+                    places = self._places[layers[some]] * stack.shape[1] + slots[some]
+                    rows = frames.take(begins[some, None] + np.arange(count))
+                    where = stack.reshape(-1, each, SEGMENT_PAGES)
+                    where[places, :, : count // each] = rows.reshape(len(some), each, -1)
+        cut = single.nonzero()[0]
         columns = (each[cut].tolist() for each in (layers, slots, begins, counts))
         for layer, slot, begin, count in zip(*columns, strict=True):
             where = self.frames[layer][slot]
@@ -270,8 +271,12 @@ class Residency:
     @contextmanager
     def lease(self, layers: SlotArray, slots: SlotArray) -> Iterator[None]:
         """A promise not to evict these units while the block runs."""
-        np.add.at(self.leases, (layers, slots), 1)
+        self._lease(layers, slots, np.int32(1))
         try:
             yield
         finally:
-            np.subtract.at(self.leases, (layers, slots), 1)
+            self._lease(layers, slots, np.int32(-1))
+
+    def _lease(self, layers: SlotArray, slots: SlotArray, more: np.int32) -> None:
+        # By one index, and a number of the same type, numpy adds several times as fast.
+        np.add.at(self.leases.reshape(-1), layers * self.leases.shape[1] + slots, more)

@@ -22,6 +22,11 @@ T = TypeVar("T")
 BUFFER_WAIT_S = 30.0
 """How long work waits for a buffer before that is a CapacityError."""
 _BUFFER_LOOK_S = 0.001
+PLAN_BYTES = 48 << 20
+"""Of the first plan of a load: so much is in the air at once, and what is planned beyond that would
+only let the device wait."""
+PLAN_BYTES_MAX = 128 << 20
+"""Of a later one: a pool has room for the headers of so much, and more would hardly be cheaper."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,15 +95,19 @@ def _unbounded() -> int:
 class Reading:
     """How one kind of caller reads.
 
-    buffers: where its bounce buffers come from. batch_bytes, units_max: bounds of one batch; a
-    single larger unit is a batch of its own. flights_max: batches under way at once, so that the
-    device is busy while what landed is checked. shared: others act between the steps.
+    buffers: where its bounce buffers come from. batch_bytes: bound of one batch; a single larger
+    unit is a batch of its own. plan_bytes, plan_bytes_max: for how many bytes of units room is
+    made, and requests are planned, at once: first, and later. units_max: for how many units.
+    flights_max: batches under way at once, so that the device is busy while what landed is
+    checked. shared: others act between the steps.
     spare_bytes: how much of HOT may still be taken for units that are on their way. priority: of
     its reads.
     """
 
     buffers: BufferPool
     batch_bytes: int
+    plan_bytes: int = PLAN_BYTES
+    plan_bytes_max: int = PLAN_BYTES_MAX
     units_max: int = 1 << 62
     flights_max: int = 3
     shared: bool = False

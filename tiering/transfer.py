@@ -6,9 +6,8 @@ Invariants:
   load ends early, but not before the device is done with them.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from itertools import chain
 
 import numpy as np
@@ -16,25 +15,18 @@ import torch
 
 from kvtier.errors import CapacityError
 from kvtier.tiering.ahead import ReadAhead
-from kvtier.tiering.cargo import Cargo
-from kvtier.tiering.extent_io import ExtentIO, Unit, batches
+from kvtier.tiering.extent_io import ExtentIO, Unit
 from kvtier.tiering.extent_writer import UnitWrite
-from kvtier.tiering.flight import Flight, Flights
+from kvtier.tiering.flight import Flights
 from kvtier.tiering.geometry import Geometry, pages_of
 from kvtier.tiering.packing import gather, pack, rearranged, scatter
 from kvtier.tiering.residency import NO_FRAME, Residency, SlotArray
-from kvtier.tiering.room import Newcomers, Room, move_up
+from kvtier.tiering.room import Newcomers, Room
 from kvtier.tiering.segment import Segment
 from kvtier.tiering.sequence import Sequence as Stream
-from kvtier.tiering.steps import Pause, Reading, Steps, run
+from kvtier.tiering.steps import Reading, Steps, run
+from kvtier.tiering.unit_load import UnitLoad
 from kvtier.tiering.units import Units
-
-HEAVY_BYTES = 1 << 20
-"""A unit larger than this takes a millisecond or so to check and copy."""
-HEAVY_BYTES_IN_PLACE = 8 << 20
-"""The same where it need not be copied."""
-TURN_BYTES = 1 << 20
-"""Bytes of units that are checked, where others wait for their turn, before it is theirs."""
 
 
 class Mover:
@@ -122,154 +114,7 @@ class Mover:
 
     def loading(self, units: Units, reading: Reading, *, idle_only: bool) -> Steps[int]:
         """What `load` does, in steps. Callers see to it that their Segments keep their slots."""
-        yield from self.ahead.landing(units)
-        sizes = self.extents.sizes(units).extent_bytes.tolist()
-        done = 0
-        flights: deque[Flight] = deque()
-        # Making room for a later unit must not evict an earlier one.
-        with ExitStack() as leases:
-            try:
-                for part in batches(sizes, reading.batch_bytes, reading.units_max):
-                    yield Pause.SHORT
-                    while len(flights) >= reading.flights_max:
-                        yield from self._land(flights, reading)
-                    flights.append(Flight(self.extents))
-                    secured = self._secure(units[part], flights[-1], leases, reading, idle_only)
-                    yield from self._begin(flights, reading)
-                    done += secured
-                    if secured < part.stop - part.start:
-                        break
-                while flights:
-                    yield from self._land(flights, reading)
-            except GeneratorExit:
-                raise
-            except BaseException:
-                # Whoever comes next finds their Frames free again.
-                for flight in flights:
-                    yield from flight.settling()
-                raise
-            finally:
-                for flight in flights:
-                    self.flights.give_up(flight)
-        return done
-
-    def _secure(
-        self,
-        units: Units,
-        flight: Flight,
-        leases: ExitStack,
-        reading: Reading,
-        idle_only: bool,
-    ) -> int:
-        """Have units in HOT, or with Frames in `flight`; returns for how many there is room."""
-        residency = self.residency
-        layers, slots, count = units.layers, units.slots, len(units)
-        absent = units.those(residency.hot.pages[layers, slots] == 0)
-        self.extents.require_written(self._not_in_host(absent))
-        total = int(self.extents.sizes(absent).frames_bytes.sum())
-        newcomers = (layers, slots) if idle_only else None
-        with ExitStack() as kept:
-            kept.enter_context(residency.lease(layers, slots))
-            if self._has_room(total, reading, newcomers):
-                self._bring(absent, flight)
-            else:
-                # One after the other, as far as it goes: later units may have to leave.
-                kept.close()
-                count = self._secure_singly(units, flight, kept, reading, newcomers)
-            if not reading.shared:
-                # What is shared is not leased: a lease would last until others had their turn.
-                leases.enter_context(kept.pop_all())
-        if reading.shared:
-            residency.touch(layers[:count], slots[:count])
-        return count
-
-    def _secure_singly(
-        self,
-        units: Units,
-        flight: Flight,
-        kept: ExitStack,
-        reading: Reading,
-        newcomers: Newcomers | None,
-    ) -> int:
-        for index, unit in enumerate(units):
-            kept.enter_context(self.lease([unit]))
-            if self.flights.is_hot(unit):
-                continue
-            if not self._has_room(self.flights.unit_bytes(unit), reading, newcomers):
-                return index
-            self._bring(Units.of([unit]), flight)
-        return len(units)
-
-    def _bring(self, units: Units, flight: Flight) -> None:
-        """Have units in HOT, where there is room for them, or with Frames in `flight`."""
-        lower = self._not_in_host(units)
-        if len(lower) < len(units):
-            for unit in units:
-                if self.residency.host.pages[unit.layer, unit.segment.slot]:
-                    move_up(unit.layer, unit.segment.slot, self.residency)
-        if len(lower):
-            self.flights.add(flight, lower)
-
-    def _not_in_host(self, units: Units) -> Units:
-        host = self.residency.host
-        if not host.tier.used_bytes:
-            return units
-        return units.those(host.pages[units.layers, units.slots] == 0)
-
-    def _has_room(self, needed_bytes: int, reading: Reading, newcomers: Newcomers | None) -> bool:
-        return needed_bytes <= reading.spare_bytes() and self.make_room(needed_bytes, newcomers)
-
-    def _begin(self, flights: "deque[Flight]", reading: Reading) -> Steps[None]:
-        """Let the last flight begin. While there is no buffer for it, others land."""
-        flight = flights[-1]
-        needed = flight.bounce_bytes
-        if needed:
-            while (piece := reading.buffers.take(needed)) is None and len(flights) > 1:
-                yield from self._land(flights, reading)
-            flight.bounce(piece or (yield from reading.piece(needed)))
-        yield from flight.starting(reading.priority)
-
-    def _land(self, flights: "deque[Flight]", reading: Reading) -> Steps[None]:
-        """Wait for the first flight, and bring its units into HOT."""
-        flight = flights[0]
-        failed = yield from flight.landing()
-        if failed:
-            unread = [(flight.unit(number), errno) for number, errno in failed.items()]
-            raise self.extents.blame_unread(unread)
-        try:
-            for cargo in flight.cargo:
-                yield from self._check(flight, cargo, reading)
-        finally:
-            # Also where one of them is damaged, or the work is given up: the others are read.
-            self.flights.arrive(flight)
-        if reading.shared:
-            for cargo in flight.cargo:
-                self.touch(cargo.units)
-        self.flights.give_up(flights.popleft())
-
-    def _check(self, flight: Flight, cargo: Cargo, reading: Reading) -> Steps[None]:
-        """Check what a flight brought. Raises FormatError after marking whose bytes are wrong."""
-        units, sizes = cargo.units, cargo.sizes.frames_bytes
-        hot = self.residency.hot
-        at, ends = 0, sizes.cumsum()
-        while at < len(units):
-            past = len(units)
-            if reading.shared:
-                turn = int(ends[at] - sizes[at]) + TURN_BYTES
-                past = max(at + 1, int(ends.searchsorted(turn, "right")))
-                limit = HEAVY_BYTES if cargo.bounced[at] else HEAVY_BYTES_IN_PLACE
-                yield Pause.HEAVY if sizes[at] > limit else Pause.SHORT
-            some: Iterable[int] = range(at, past)
-            if reading.shared:
-                # Somebody else may have brought one meanwhile.
-                there = hot.pages[units.layers[at:past], units.slots[at:past]].tolist()
-                some = [at + each for each, pages in enumerate(there) if not pages]
-            damaged = self.flights.check(flight, cargo, some)
-            if damaged is not None:
-                index, error = damaged
-                self.extents.blame_damaged(units[index], error)
-                raise error
-            at = past
+        return UnitLoad(self, units, reading, idle_only=idle_only).steps()
 
     def make_room(self, needed_bytes: int, newcomers: Newcomers | None = None) -> bool:
         """What `Room.make` does, at the cost of what was read ahead if need be: its Frames are

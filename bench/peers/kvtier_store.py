@@ -43,6 +43,7 @@ class KvtierStore(Contestant):
         self._lazily = lazily
         self._store: Store | None = None
         self._context = Context(0, 0, 0, 0)
+        self._tokens = token_ids(self._context)
         self._sequence: Sequence | None = None
 
     def _opened(self) -> Store:
@@ -54,6 +55,7 @@ class KvtierStore(Contestant):
         region = place.device or context.nbytes + context.nbytes // 8 + SPARE_BYTES
         hot = geometry.token_bytes * (context.tokens + SEGMENT_TOKENS)
         self._context = context
+        self._tokens = token_ids(context)
         self._store = Store.open(
             Path(place.folder) / "store",
             geometry,
@@ -64,7 +66,7 @@ class KvtierStore(Contestant):
         for layer in range(context.layers):
             keys, values = (torch.from_numpy(rows) for rows in kv[layer])
             self._store.append(sequence, layer, keys, values)
-        self._store.save(sequence, "context", token_ids(context))
+        self._store.save(sequence, "context", self._tokens)
         self._store.release(sequence)
         self._empty_hot()
 
@@ -74,8 +76,7 @@ class KvtierStore(Contestant):
         assert not store._residency.hot.pages.any(), "HOT still holds Pages"
 
     def load(self) -> float:
-        tokens = token_ids(self._context)
-        self._sequence = self._opened().resume(tokens, lazily=self._lazily)
+        self._sequence = self._opened().resume(self._tokens, lazily=self._lazily)
         if self._lazily:
             self._attend(0)
         return time.perf_counter()
