@@ -1,4 +1,4 @@
-"""How much do Pages cost at decode? Paged attention against torch on contiguous KV, same numbers.
+"""How much do Pages cost at decode, and from which context on is a budget worth it?
 
 Run: .venv/bin/python bench/attention.py [--json PATH] [--plot PATH] [--quick] [--threads N].
 One query attends to all tokens of a layer, layer after layer, as a step of a decode does; the
@@ -10,23 +10,35 @@ says so. With one thread times are the thread's own on the processor, so that ot
 - paged: exact attention over Frames, with the result in the query's dtype.
 - dense: scaled_dot_product_attention over contiguous tensors. With 16 bits torch rounds the weights
   to 16 bits as well, and takes the fast path that the processor has, if any.
+
+Then the same through a store whose HOT holds everything, by length of the context:
+
+- contiguous: "dense" from above; nobody looks anything up.
+- exact: Store.attend, which gathers Pages.
+- sketch, means: Store.attend(budget=0.125), with sketches of all keys kept in memory and without.
+  What they choose reads an eighth of the Pages; what choosing costs is in the figure.
 """
 
-import os
-import sys
+import argparse
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
-
-sys.path.insert(0, os.fspath(Path(__file__).resolve().parents[1]))
 
 from kvtier.kernels.launch_checks import PAGE_TOKENS
 from kvtier.kernels.paged_attention import paged_attention
 from kvtier.kernels.workspace import Workspace
+from kvtier.tiering.config import Config
+from kvtier.tiering.fingerprint import Fingerprint
+from kvtier.tiering.geometry import Geometry
+from kvtier.tiering.store import Store
 from kvtier.tools.bench_form import Bench
 
 RUN_PAGES = 32
@@ -34,6 +46,8 @@ LAYERS_BYTES = 64 << 20
 """Of all layers of a case together; its layers are two to 24."""
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 LIES = ("run", "runs of 32", "scattered")
+BUDGET = 0.125
+METHODS = ("contiguous", "exact", "sketch", "means")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +148,96 @@ class Case:
         return found
 
 
+# ---- through a store ---------------------------------------------------------------------------
+
+
+@contextmanager
+def filled(
+    folder: Path, rows: list[torch.Tensor], sketch_bits: int
+) -> Iterator[Callable[..., torch.Tensor]]:
+    """A store that holds a context in HOT; yields its `attend` of a layer. rows: of each layer keys
+    and values, [2, kv_heads, tokens, width]."""
+    _, heads, tokens, width = rows[0].shape
+    dtype = str(rows[0].dtype).removeprefix("torch.")
+    geometry = Geometry.uniform(len(rows), heads, width, dtype=dtype)
+    hot = geometry.token_bytes * (tokens + 2048)
+    config = Config(2 * hot + (64 << 20), hot=hot, sketch_bits=sketch_bits, calibrate=False)
+    fingerprint = Fingerprint.of({"bench": "attention"})
+    with Store.open(folder, geometry, fingerprint, config) as store:
+        sequence = store.sequence()
+        for layer, (keys, values) in enumerate(rows):
+            store.append(sequence, layer, keys, values)
+        store.save(sequence, "context", np.arange(tokens))
+        yield partial(store.attend, sequence)
+
+
+def through_a_store(
+    shape: Shape, dtype: torch.dtype, tokens: int, steps: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Of each step the mean of its layers, in ms, by method."""
+    generator = torch.Generator().manual_seed(tokens)
+    row_bytes = 2 * shape.kv_heads * shape.width * dtype.itemsize
+    rows = [
+        torch.randn(2, shape.kv_heads, tokens, shape.width, generator=generator).to(dtype)
+        for _ in range(max(2, min(24, LAYERS_BYTES // (row_bytes * tokens))))
+    ]
+    query = torch.randn(shape.kv_heads * shape.group, 1, shape.width, generator=generator).to(dtype)
+    folded = query.view(1, shape.kv_heads, shape.group, shape.width)
+    product = torch.nn.functional.scaled_dot_product_attention
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-")))
+        sketched = stack.enter_context(filled(folder / "sketch", rows, 3))
+        meant = stack.enter_context(filled(folder / "means", rows, 0))
+        calls: dict[str, Callable[[int], torch.Tensor]] = {
+            "contiguous": lambda layer: product(folded, *rows[layer][:, None]).view(query.shape),
+            "exact": lambda layer: sketched(layer, query),
+            "sketch": lambda layer: sketched(layer, query, budget=BUDGET),
+            "means": lambda layer: meant(layer, query, budget=BUDGET),
+        }
+        for layer in range(len(rows)):
+            off = float(
+                (calls["exact"](layer).float() - calls["contiguous"](layer).float()).abs().max()
+            )
+            if not off <= TOLERANCES[dtype]:
+                raise SystemExit(f"{dtype}, {tokens} tokens: off by {off}, not timed")
+        found: dict[str, list[float]] = {name: [] for name in calls}
+        # Digests are made at the first step by a budget, which does not count.
+        for step in range(-1, steps):
+            for name, call in calls.items():
+                begun = clock()
+                for layer in range(len(rows)):
+                    call(layer)
+                if step >= 0:
+                    found[name].append((clock() - begun) / len(rows) * 1e3)
+    return found
+
+
+def crossover(bench: Bench, options: argparse.Namespace, clock: Callable[[], float]) -> None:
+    """By length of the context: exact attention, and that by a budget."""
+    shape = SHAPES[0]
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        faster = {"sketch": 0, "means": 0}
+        name = str(dtype).removeprefix("torch.")
+        for tokens in (512, 2_048, 8_192) if options.quick else (512, 2_048, 8_192, 32_768):
+            steps = max(3, min(20, 80_000 // tokens))
+            found = through_a_store(shape, dtype, tokens, steps, clock)
+            medians = {method: median(found[method]) for method in METHODS}
+            for method in METHODS:
+                bench.samples(f"{name}, {tokens} tokens: {method}", found[method], unit="ms")
+            rows.append([name, tokens, *(f"{medians[method]:.3f}" for method in METHODS)])
+            for method in faster:
+                if medians[method] > medians["exact"]:
+                    faster[method] = 0
+                else:
+                    faster[method] = faster[method] or tokens
+        for method, first in faster.items():
+            when = f"from {first} tokens on" if first else "at none of these lengths"
+            bench.note(f"{name}: a step by a budget ({method}) is faster than an exact one {when}")
+    heads = ["dtype", "tokens", *(f"{method} ms" for method in METHODS)]
+    bench.table(f"One query, one layer, through a store, {shape}, budget {BUDGET}", heads, rows)
+
+
 def main() -> int:
     bench = Bench("attention", __doc__)
     bench.parser.add_argument("--threads", type=int, default=1, help="of torch")
@@ -158,6 +262,8 @@ def main() -> int:
                         rows.append([name, shape, tokens, lie, *shown, f"{tolerance:g}"])
     heads = ["dtype", "query heads", "tokens", "Frames", "paged ms", "dense ms", "ratio", "within"]
     bench.table(f"One query, one layer, {options.threads} thread(s)", heads, rows)
+    with torch.no_grad():
+        crossover(bench, options, clock)
     return bench.finish()
 
 

@@ -20,6 +20,7 @@ from bench.fidelity_attention import (
     terms_of,
 )
 from kvtier.kernels.digests import LayerDigests, page_digests
+from kvtier.kernels.page_mass import refined_share
 from kvtier.kernels.rival_selection import (
     AccumulatedSelector,
     BoundSelector,
@@ -31,9 +32,8 @@ from kvtier.kernels.rival_selection import (
     true_mass,
 )
 from kvtier.kernels.rotary import Rotary
-from kvtier.kernels.sketch import coordinate_weights
 from kvtier.tiering.geometry import PAGE_TOKENS
-from kvtier.tiering.sparse_reader import SKETCH_SEED
+from kvtier.tiering.stored_digests import SKETCH_SEED
 
 PREFILL_TOKENS = 512
 """Read at a time."""
@@ -45,15 +45,13 @@ class Policy:
 
     chooses: "digests" by means, or by sketches of `bits`; "window", "accumulated", "bounds" and
     "oracle" as in rival_selection. by_keys: Pages hold similar keys; else what lies side by side.
-    estimates: Pages that are not read count as their mean values. weighs: coordinates are weighted
-    before they are sketched, by coordinate_weights.
+    estimates: Pages that are not read count as their mean values.
     """
 
     chooses: Literal["digests", "window", "accumulated", "bounds", "oracle"] = "digests"
     by_keys: bool = True
     bits: int | None = None
     estimates: bool = False
-    weighs: bool = False
 
 
 OURS = "ours-sketch3+estimate"
@@ -62,7 +60,6 @@ POLICIES = {
     OURS: Policy(bits=3, estimates=True),
     "ours-sketch2+estimate": Policy(bits=2, estimates=True),
     "ours-sketch4+estimate": Policy(bits=4, estimates=True),
-    "ours-sketch3w+estimate": Policy(bits=3, estimates=True, weighs=True),
     "ours-sketch3": Policy(bits=3),
     "ours-means": Policy(),
     "ours-means+estimate": Policy(estimates=True),
@@ -193,13 +190,10 @@ def selector_of(
         return _accumulated(keys, queries, terms)
     sketch = None if policy.bits is None else (policy.bits, SKETCH_SEED)
     digests = LayerDigests(len(keys), (keys.shape[2], values.shape[2]), sketch)
-    runs = segments(keys.shape[1])
-    first, behind = runs[1]
-    weights = coordinate_weights(keys[:, first:behind]) if policy.weighs else None
-    for first, behind in runs:
+    for first, behind in segments(keys.shape[1]):
         part = keys[:, first:behind], values[:, first:behind]
-        digests.add(page_digests(*part, policy.bits, SKETCH_SEED, weights))
-    refined = 0.0 if policy.bits is None else 1.0
+        digests.add(page_digests(*part, policy.bits, SKETCH_SEED))
+    refined = 0.0 if policy.bits is None else refined_share(digests.pages)
     return DigestSelector(digests, terms, refined, policy.estimates)
 
 

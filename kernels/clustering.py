@@ -7,6 +7,9 @@ Invariants:
   but what is rounded.
 """
 
+from collections.abc import Generator
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,9 +18,10 @@ from kvtier.errors import ConfigError
 from kvtier.kernels.page_exchange import exchanged
 from kvtier.kernels.page_tree import level_of, tree_order
 
+Value = TypeVar("Value")
+
 TOKENS_MAX = 4096
 WIDTH_MAX = 16384
-LLOYD_STEPS = 8
 
 _ELEMENTS_AT_ONCE = 1 << 21
 """Of keys; about eight times their bytes in float32 are in use meanwhile."""
@@ -34,6 +38,22 @@ def balanced_order(keys: Tensor, page_tokens: int = 16) -> Tensor:
     Segment. Returns int64 [sets, tokens]: which token lies in each slot. Every page is full but the
     last. Raises ConfigError, before any work, also for keys that are not finite.
     """
+    return to_end(balanced_ordering(keys, page_tokens))
+
+
+def to_end(steps: Generator[None, None, Value]) -> Value:
+    """The value of what comes in steps, for who waits for all of them."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            value: Value = end.value
+            return value
+
+
+def balanced_ordering(keys: Tensor, page_tokens: int = 16) -> Generator[None, None, Tensor]:
+    """What `balanced_order` does, in some 40 steps for each batch of sets. Its value is the order.
+    For who cannot wait for all of it at once."""
     keys = _checked(keys)
     if page_tokens < 1:
         raise ConfigError(f"page_tokens is {page_tokens}; it takes at least 1")
@@ -44,50 +64,12 @@ def balanced_order(keys: Tensor, page_tokens: int = 16) -> Tensor:
     orders = []
     for some in _batches(keys):
         rows = functional.pad(_whole(some), (0, 0, 0, count * page_tokens - tokens))
+        yield
         pages = rows.view(len(some), count, page_tokens, width)
-        order, pages = tree_order(pages, tokens)
-        orders.append(exchanged(pages, order, tokens)[:, :tokens])
+        order, pages = yield from tree_order(pages, tokens)
+        order = yield from exchanged(pages, order, tokens)
+        orders.append(order[:, :tokens])
     return torch.cat(orders)
-
-
-def capped_clusters(keys: Tensor, mean: int = 16, cap: int = 32) -> tuple[Tensor, Tensor]:
-    """Clusters of any size up to `cap`, `mean` tokens on average before larger ones are split: for
-    devices whose blocks are so small that a cluster need not fill pages.
-
-    keys: as for `balanced_order`. Returns order int64 [sets, tokens], which token lies in each
-    slot, and sizes int64 [sets, clusters]: clusters lie one behind the other, and behind the last
-    one's size there are zeros. Within a cluster tokens keep their order. Raises ConfigError.
-    """
-    keys = _checked(keys)
-    if not 1 <= mean <= cap:
-        raise ConfigError(f"mean is {mean} and cap {cap}; they take 1 <= mean <= cap")
-    tokens = keys.shape[1]
-    clusters = max(1, tokens // mean)
-    places = clusters + tokens // cap
-    orders, sizes = [], []
-    for some in _batches(keys):
-        owner = _split(_lloyd(_whole(some), clusters), clusters, cap)
-        orders.append(owner.sort(dim=1, stable=True).indices)
-        found = torch.zeros(len(some), places, dtype=torch.int64)
-        found.scatter_add_(1, owner, torch.ones_like(owner))
-        sizes.append(found.gather(1, (found == 0).to(torch.int8).sort(dim=1, stable=True).indices))
-    return torch.cat(orders), torch.cat(sizes)
-
-
-def shared_keys(keys: Tensor) -> Tensor:
-    """One set for the heads of a group, so that one order serves all of them.
-
-    keys: float [heads, tokens, width] of a layer. Returns float32 [1, tokens, heads * width]: each
-    head centred and scaled to the same spread, so that none decides alone. Raises ConfigError.
-    """
-    keys = _checked(keys)
-    heads, tokens, width = keys.shape
-    wide = keys.to(torch.float64)
-    wide = wide - wide.mean(1, keepdim=True)
-    spread = wide.square().mean((1, 2), keepdim=True).sqrt_()
-    # A head whose keys are all the same has nothing to say.
-    wide = wide / torch.where(spread > 0, spread, 1.0)
-    return wide.to(torch.float32).transpose(0, 1).reshape(1, tokens, heads * width)
 
 
 def _checked(keys: Tensor) -> Tensor:
@@ -130,35 +112,3 @@ def _whole(keys: Tensor) -> Tensor:
     limit = torch.where(usual > 0, torch.minimum(reach.amax(1), _OUTLYING * usual), reach.amax(1))
     small *= (level / limit.clamp_(min=1e-30))[:, None, None]
     return small.round_().clamp_(-level, level)
-
-
-def _lloyd(rows: Tensor, clusters: int) -> Tensor:
-    """k-means of whole rows [sets, tokens, width]: int64 [sets, tokens], the cluster of each."""
-    tokens = rows.shape[1]
-    first = torch.arange(clusters) * (tokens - 1) // max(1, clusters - 1)
-    means = rows[:, first]
-    for step in range(LLOYD_STEPS):
-        nearness = torch.bmm(rows, means.transpose(1, 2))
-        owner = (nearness - means.square().sum(2)[:, None] / 2).argmax(2)
-        if step == LLOYD_STEPS - 1:
-            break
-        one_hot = functional.one_hot(owner, clusters).to(torch.float32).transpose(1, 2)
-        sizes = one_hot.sum(2)[..., None]
-        moved = (torch.bmm(one_hot, rows) / sizes.clamp(min=1)).round_()
-        means = torch.where(sizes > 0, moved, means)
-    return owner
-
-
-def _split(owner: Tensor, clusters: int, cap: int) -> Tensor:
-    """Clusters above the cap cut into equal parts, in the order of tokens: int64 [sets, tokens]."""
-    tokens = owner.shape[1]
-    sizes = torch.zeros(len(owner), clusters, dtype=torch.int64)
-    sizes.scatter_add_(1, owner, torch.ones_like(owner))
-    parts = (sizes + cap - 1) // cap
-    part_tokens = ((sizes + parts.clamp(min=1) - 1) // parts.clamp(min=1)).clamp_(min=1)
-    order = owner.sort(dim=1, stable=True).indices
-    in_order = owner.gather(1, order)
-    place = torch.arange(tokens) - (sizes.cumsum(1) - sizes).gather(1, in_order)
-    split = (parts.cumsum(1) - parts).gather(1, in_order)
-    split += place // part_tokens.gather(1, in_order)
-    return torch.empty_like(owner).scatter_(1, order, split)

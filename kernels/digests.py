@@ -21,7 +21,8 @@ from torch import Tensor
 
 from kvtier.errors import ConfigError
 from kvtier.kernels.launch_checks import PAGE_TOKENS
-from kvtier.kernels.sketch import Sketch, SketchedPages, by_field, sketch_keys
+from kvtier.kernels.packed_codes import halves
+from kvtier.kernels.sketch import Sketch, SketchedPages, in_order, scales_of, sketch_keys
 from kvtier.kernels.workspace import Workspace
 
 GROWTH = 1.5
@@ -58,14 +59,11 @@ def page_digests(
     values: Tensor,
     bits: int | None = None,
     seed: int = 0,
-    weights: Tensor | None = None,
 ) -> PageDigests:
     """Digests of keys [heads, tokens, Dk] and values [heads, tokens, Dv] in the order of slots.
 
     Page p holds tokens [16 p, 16 p + 16). With `bits` (2, 3 or 4) keys are sketched too, rotated by
-    `seed` and with `weights` [heads, Dk]. These must be the same for all Segments of a
-    LayerDigests: take coordinate_weights of the first. Raises ConfigError for arguments that do not
-    fit together or values that are not finite.
+    `seed`. Raises ConfigError for arguments that do not fit together or values that are not finite.
     """
     _check_tokens(keys, values)
     with torch.no_grad():
@@ -81,7 +79,7 @@ def page_digests(
         value_means,
         value_factors,
         keys.shape[1],
-        None if bits is None else sketch_keys(keys, centre, bits, seed, weights),
+        None if bits is None else sketch_keys(keys, centre, bits, seed),
     )
 
 
@@ -104,7 +102,6 @@ class LayerDigests:
         self._first_pages = [0]
         self._short: list[bool] = []
         self._arrays: dict[str, Tensor] = {}
-        self._weights: Tensor | None = None
 
     @property
     def segments(self) -> int:
@@ -118,12 +115,6 @@ class LayerDigests:
     def short(self) -> bool:
         """Whether there are pages with fewer than 16 tokens."""
         return any(self._short)
-
-    @property
-    def weights(self) -> Tensor:
-        """Weights [heads, Dk] of the sketches."""
-        assert self._weights is not None
-        return self._weights
 
     @property
     def held_bytes(self) -> int:
@@ -155,10 +146,9 @@ class LayerDigests:
             "owners": torch.full((pages,), self.segments),
         }
         if digests.sketch is not None:
-            self._weights = digests.sketch.weights
-            new["words"] = digests.sketch.words
-            new["codes"] = digests.sketch.codes
-            new["grid"] = torch.stack((digests.sketch.low, digests.sketch.step), 1).unsqueeze(1)
+            new["words"] = halves(digests.sketch.words)
+            new["codes"] = in_order(digests.sketch.codes, digests.sketch.bits)
+            new["grid"] = torch.stack((digests.sketch.low, digests.sketch.step)).unsqueeze(2)
         for name, source in new.items():
             self._append(name, source)
         self._first_pages.append(self.pages + pages)
@@ -170,36 +160,41 @@ class LayerDigests:
             raise ConfigError(f"segments is {segments}; it takes 0 to {self.segments}")
         del self._first_pages[segments + 1 :], self._short[segments:]
 
-    def sketched(self, pages: Tensor | slice, workspace: Workspace) -> SketchedPages:
-        """The sketches of pages: a slice of them, or int64 [heads, n]; words of those are gathered
-        in a kept buffer."""
+    def sketched(
+        self, of_heads: slice, pages: Tensor | slice, workspace: Workspace
+    ) -> SketchedPages:
+        """The sketches of some heads' pages: a slice of them, or int64 [heads, n]; words of those
+        are gathered in a kept buffer."""
         words, codes, grid = (self._arrays[name] for name in ("words", "codes", "grid"))
-        owners, counts = self._arrays["owners"], self._arrays["counts"]
+        owners, counts, grid = self._arrays["owners"], self._arrays["counts"], grid[:, of_heads]
         if isinstance(pages, slice):
-            words, codes, counts = words[:, :, pages], codes[:, pages], counts[pages]
-            low_and_step = grid.index_select(1, owners[pages])
+            words, codes = words[:, :, of_heads, pages], codes[of_heads, pages]
+            counts, owners = counts[pages].unsqueeze(0), owners[pages]
         else:
-            head = torch.arange(self.heads).unsqueeze(1)
-            words, codes = self._gathered((pages + head * words.shape[2]).view(-1), workspace)
-            rows = (owners.take(pages) + head * grid.shape[1]).view(-1)
-            low_and_step = grid.view(-1, 2).index_select(0, rows).view(self.heads, -1, 2)
-            counts = counts.take(pages)
-        scales = by_field(codes).float().mul_(low_and_step[..., 1:]).add_(low_and_step[..., :1])
-        scales.exp2_()
-        if self.short:
-            empty = torch.arange(PAGE_TOKENS) >= counts.unsqueeze(-1)
-            scales.masked_fill_(by_field(empty.expand_as(codes)), 0.0)
-        return SketchedPages(words, scales, self.short)
+            words, codes = self._gathered(of_heads.start, pages, workspace)
+            counts, owners = counts.take(pages), owners.take(pages)
+        empty = None
+        if self.short and int(counts.min()) < PAGE_TOKENS:
+            by_slot = torch.arange(PAGE_TOKENS) >= counts.unsqueeze(-1)
+            by_place = in_order(by_slot, words.shape[0]).permute(2, 0, 1)
+            empty = by_place.expand(-1, grid.shape[1], -1)
+        grids = grid.gather(2, owners.expand(2, grid.shape[1], -1))
+        return SketchedPages(words, scales_of(codes, grids), empty)
 
-    def _gathered(self, rows: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor]:
-        """Words and codes of pages of any heads, `rows` counting through all room of all heads."""
+    def _gathered(
+        self, first_head: int, pages: Tensor, workspace: Workspace
+    ) -> tuple[Tensor, Tensor]:
+        """Words and codes of pages [heads, n] of heads from a first one on."""
         words, codes = self._arrays["words"], self._arrays["codes"]
-        bits, heads, _, quarter = words.shape
-        gathered = workspace.take("words", (bits, len(rows), quarter), torch.int64)
+        bits, _, heads, room, quarter = words.shape
+        head = torch.arange(first_head, first_head + len(pages)).unsqueeze(1)
+        rows = torch.stack((pages + head * room, pages + (head + heads) * room)).view(-1)
+        gathered = workspace.take("words", (bits, len(rows), quarter), torch.int32)
         for plane in range(bits):
             torch.index_select(words[plane].view(-1, quarter), 0, rows, out=gathered[plane])
-        slots = codes.view(-1, PAGE_TOKENS).index_select(0, rows)
-        return gathered.view(bits, heads, -1, quarter), slots.view(heads, -1, PAGE_TOKENS)
+        rows = (pages + head * codes.shape[1]).view(-1)
+        by_page = codes.view(-1, PAGE_TOKENS).index_select(0, rows)
+        return gathered.view(bits, 2, len(pages), -1, quarter), by_page.view(*pages.shape, -1)
 
     def _length(self, kind: str) -> int:
         return self.pages if kind == "page" else self.segments
@@ -230,22 +225,18 @@ class LayerDigests:
             raise ConfigError(
                 f"digests has a sketch with (bits, seed) {kind}; it takes {self.sketch}"
             )
-        # Without Segments there is nothing yet that others would have to agree with.
-        known = self._weights if self.segments else None
-        if sketch is not None and known is not None and not torch.equal(sketch.weights, known):
-            raise ConfigError("digests has a sketch with other weights than those before it")
 
 
 _PLACES = {
     "centres": (1, "segment"),
-    "grid": (1, "segment"),
+    "grid": (2, "segment"),
     "key_means": (1, "page"),
     "key_factors": (1, "page"),
     "value_means": (1, "page"),
     "value_factors": (1, "page"),
     "counts": (0, "page"),
     "owners": (0, "page"),
-    "words": (2, "page"),
+    "words": (3, "page"),
     "codes": (1, "page"),
 }
 """The dimension along which each array grows, and with what."""

@@ -22,6 +22,8 @@ def check_paged(
     visible: Tensor | None,
 ) -> None:
     """Raise ConfigError unless these fit together; see paged_attention for what they take."""
+    if _usual(query, pool, frames, widths, valid) and visible is None:
+        return
     _check_query(query)
     q_heads, n, query_width = query.shape
     key_width, value_width = widths
@@ -55,6 +57,38 @@ def check_paged(
     if visible is not None:
         heads = 1 if visible.dim() == 4 and visible.shape[1] == 1 else kv_heads
         _check_tensor("visible", visible, (n, heads, pages, PAGE_TOKENS), (torch.bool,))
+
+
+def _usual(
+    query: Tensor,
+    pool: Tensor,
+    frames: Tensor,
+    widths: tuple[int, int],
+    valid: Tensor | int | None,
+) -> bool:
+    """Whether these fit together and are what most steps of a decode ask with: a few looks in place
+    of all checks, which would be done in every layer of every step."""
+    asked, rows, placed = query.shape, pool.shape, frames.shape
+    return (
+        len(asked) == 3
+        and len(rows) == 2
+        and len(placed) == 2
+        and asked[0] > 0
+        and placed[0] > 0
+        and asked[0] % placed[0] == 0
+        and widths[0] == asked[2] > 0
+        and widths[1] > 0
+        and rows[1] == PAGE_TOKENS * (widths[0] + widths[1])
+        and query.dtype is pool.dtype
+        and query.dtype in _DTYPES
+        and frames.dtype is torch.int64
+        and query.is_cpu
+        and pool.is_cpu
+        and frames.is_cpu
+        and pool.is_contiguous()
+        and query.stride(-1) == 1
+        and (valid is None or (type(valid) is int and 1 <= valid <= PAGE_TOKENS and placed[1] > 0))
+    )
 
 
 def require_in_pool(frames: Tensor, pool: Tensor) -> None:

@@ -4,6 +4,7 @@ Sums are exact, as in `page_tree`.
 """
 
 from collections import defaultdict
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -41,11 +42,11 @@ class _Pages:
     """bool [n, page tokens]: slots that hold no token; None: there are none."""
 
 
-def exchanged(pages: Tensor, order: Tensor, tokens: int) -> Tensor:
+def exchanged(pages: Tensor, order: Tensor, tokens: int) -> Generator[None, None, Tensor]:
     """Which row lies in each slot, int64 [sets, pages * page tokens], after SWEEPS sweeps over all
     pairs of a set's pages. Every page keeps its number of tokens.
 
-    pages, order: as `page_tree.tree_order` returns them. tokens: of each set.
+    pages, order: as `page_tree.tree_order` returns them. tokens: of each set. In steps.
     """
     sets, count, slots, width = pages.shape
     rows = pages.reshape(-1, slots, width).clone()
@@ -59,10 +60,12 @@ def exchanged(pages: Tensor, order: Tensor, tokens: int) -> Tensor:
     )
     for _ in range(SWEEPS):
         pairs, turns = _to_exchange(state, sets)
+        yield
         start = 0
         for length in turns:
             _exchange(state, pairs[start : start + length])
             start += length
+            yield
     return state.order.view(sets, -1)
 
 

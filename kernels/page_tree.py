@@ -7,6 +7,7 @@ other sets of a batch, nor threads, can change a result.
 """
 
 import math
+from collections.abc import Generator
 from dataclasses import dataclass, field
 
 import torch
@@ -104,11 +105,12 @@ class _Nodes:
         return values if self.used is None else values * self.used
 
 
-def tree_order(pages: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+def tree_order(pages: Tensor, tokens: int) -> Generator[None, None, tuple[Tensor, Tensor]]:
     """Bring tokens with similar rows into the same page, and similar pages beside each other.
 
-    pages: whole numbers in float32, up to level_of(width) in size. tokens: of each set. Returns
-    order int64 [sets, pages * page tokens], which row lies in each slot, and the pages so ordered.
+    pages: whole numbers in float32, up to level_of(width) in size. tokens: of each set. In steps;
+    its value is order int64 [sets, pages * page tokens], which row lies in each slot, and the
+    pages so ordered.
     """
     sets, count, slots, width = pages.shape
     level = level_of(width)
@@ -125,9 +127,11 @@ def tree_order(pages: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     while bool((tree.size > 1).any()):
         nodes = _splittable(tree, count, used)
         direction = _longest(nodes, level)
+        yield
         direction, projected, lower = _two_means(nodes, direction, level)
         # Neighbours across the border of two nodes are alike if all splits run the same way.
         turned = (direction * tree.direction[nodes.pages[nodes.heads]]).sum(1) < 0
+        yield
         sign = torch.where(turned, -1.0, 1.0)
         direction *= sign[:, None]
         projected *= nodes.spread(sign)[:, None]
@@ -141,6 +145,7 @@ def tree_order(pages: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         tree.order = tree.order.gather(1, moved)
         tree.rows = flat.index_select(0, (tree.order + set_starts).view(-1)).view_as(tree.rows)
         _cut(tree, nodes, direction, lower, count)
+        yield
     return tree.order, tree.rows.view_as(pages)
 
 

@@ -11,11 +11,12 @@ Invariants of this file:
 - A Partial never shares memory with a Workspace.
 - No step allocates a large temporary; large arrays live in the caller's Workspace.
 - One query takes as few calls of torch as can be: a call of any size takes 3 to 8 us between calls
-  of other kinds, and all arithmetic over 500 tokens takes 60.
+  of other kinds, and all arithmetic over 500 tokens takes 60. So where every slot counts, which is
+  what a decode mostly asks for, torch's fused kernel does all of a chunk in one call.
 - Pages are gathered, also those that lie in runs: products over the pool itself were measured. They
   take one row of each page at a time and lose by it what gathering costs, as long as what is
-  gathered stays in the processor's cache. So all scores come first, then all values, in small
-  chunks and in one buffer.
+  gathered stays in the processor's cache. So chunks are small, and where the kernel is not the
+  fused one all scores come first, then all values, in one buffer.
 """
 
 import math
@@ -105,6 +106,10 @@ def paged_attention(
     least = max(1, min(pages, SPAN_PAGES))
     step = max(1, SCORES_MAX // (q_heads * max(least * PAGE_TOKENS, sum(widths))))
     marks, unused = split_valid(valid, kv_heads, visible)
+    if marks is None and visible is None and softcap is None and widths[0] == widths[1] and pages:
+        return _fused(
+            query, _Part(pool, frames, slice(0, pages), unused), scale, out_dtype, workspace
+        )
     blocks = []
     with torch.no_grad():
         for first in range(0, n, step):
@@ -246,6 +251,80 @@ def _add_span(running: Running, part: _Part, hides: _Hides, workspace: Workspace
     except (IndexError, RuntimeError):
         require_in_pool(frames, part.pool)
         raise
+
+
+def _fused(
+    query: Tensor, part: _Part, scale: float, out_dtype: torch.dtype, workspace: Workspace
+) -> Partial:
+    """Attention to pages of which all slots count, but the last few that are not used."""
+    q_heads, n, width = query.shape
+    step = max(1, SCORES_MAX // (q_heads * 2 * width))
+    if n <= step and not torch.is_grad_enabled():
+        return _attend_fused(query, part, scale, out_dtype, workspace)
+    with torch.no_grad():
+        blocks = [query[:, first : first + step] for first in range(0, n, step)]
+        return join_queries(
+            [_attend_fused(each, part, scale, out_dtype, workspace) for each in blocks]
+        )
+
+
+def _attend_fused(
+    query: Tensor, part: _Part, scale: float, out_dtype: torch.dtype, workspace: Workspace
+) -> Partial:
+    """The same for a block of queries: of each chunk by one call, and the results merged."""
+    (q_heads, n, width), kv_heads = query.shape, part.frames.shape[0]
+    group, pages = q_heads // kv_heads, part.pages.stop
+    chunk_pages = max(1, CHUNK_ELEMENTS // (kv_heads * PAGE_TOKENS * width))
+    pieces = workspace.pieces((kv_heads, group, n, width), pages, chunk_pages, part.unused)
+    rows = group * n
+    if pieces.many == rows and query.dtype == torch.float32:
+        asked = query.reshape(kv_heads, 1, rows, width)
+    else:
+        asked = pieces.query
+        pieces.asked.copy_(query.view(kv_heads, group, n, width))
+    cut = PAGE_TOKENS * width
+    key_half, value_half = part.pool.split_with_sizes((cut, cut), 1)
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    most = max(2, SCORES_MAX // (q_heads * n * width))
+    try:
+        for start, keys, values in zip(pieces.starts, pieces.keys, pieces.values, strict=True):
+            of_chunk = part.frames
+            if pieces.chunk_pages != pages:
+                of_chunk = of_chunk[:, start : start + pieces.chunk_pages]
+            index = of_chunk.reshape(-1)
+            _gather(key_half, index, pieces.gathered_keys, workspace)
+            _gather(value_half, index, pieces.gathered_values, workspace)
+            # The function that has a public name returns no log-sum-exp.
+            out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
+                asked, keys, values, scale=scale
+            )
+            outs.append(out)
+            lses.append(lse)
+            if len(outs) == most:
+                outs, lses = _merged(outs, lses)
+    except (IndexError, RuntimeError):
+        require_in_pool(part.frames, part.pool)
+        raise
+    if len(outs) > 1:
+        outs, lses = _merged(outs, lses)
+    out, lse = outs[0], lses[0]
+    if pieces.many != rows:
+        out, lse = out[:, :, :rows], lse[:, :, :rows]
+    out = out.reshape(q_heads, n, width)
+    if out_dtype != torch.float32:
+        out = out.to(out_dtype)
+    return Partial(out, lse.reshape(q_heads, n))
+
+
+def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """One result for those of chunks; each of their rows has seen something."""
+    all_lses = torch.stack(lses)
+    weights = all_lses.softmax(0).unsqueeze(-1).unbind()
+    out = outs[0].mul_(weights[0])
+    for each, weight in zip(outs[1:], weights[1:], strict=True):
+        out.addcmul_(each, weight)
+    return [out], [all_lses.logsumexp(0)]
 
 
 def _gather(half: Tensor, index: Tensor, kept: Tensor, workspace: Workspace) -> None:

@@ -17,7 +17,7 @@ from kvtier.kernels.digests import LayerDigests
 from kvtier.kernels.launch_checks import PAGE_TOKENS
 from kvtier.kernels.page_mass import page_mass
 from kvtier.kernels.running import Partial
-from kvtier.kernels.selection import group_mass, top_pages, unread_partial
+from kvtier.kernels.selection import group_mass, page_shares, top_pages, unread_partial
 from kvtier.kernels.workspace import Workspace
 
 
@@ -74,7 +74,9 @@ class DigestSelector:
         if not self._estimate:
             return Selection(chosen)
         means, factors = digests.array("value_means"), digests.array("value_factors")
-        return Selection(chosen, unread_partial(masses, means, factors, ~chosen, workspace))
+        return Selection(
+            chosen, unread_partial(page_shares(masses), means, factors, ~chosen, workspace)
+        )
 
 
 class WindowSelector:
@@ -100,7 +102,7 @@ class AccumulatedSelector:
 
     def observe(self, log_mass: Tensor) -> None:
         """Count the true masses [q_heads, pages] of one query, natural logs."""
-        self._mass += group_mass(log_mass, log_mass.shape[0] // self._mass.shape[0])
+        self._mass += group_mass(page_shares(log_mass), log_mass.shape[0] // self._mass.shape[0])
 
     def select(self, query: Tensor, budget_bytes: int) -> Selection:
         terms = self._terms
@@ -152,7 +154,7 @@ def true_mass(query: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 def _choose(log_mass: Tensor, kv_heads: int, terms: Terms, budget_bytes: int) -> Tensor:
-    mass = group_mass(log_mass, log_mass.shape[0] // kv_heads)
+    mass = group_mass(page_shares(log_mass), log_mass.shape[0] // kv_heads)
     return top_pages(mass, terms.page_bytes, budget_bytes, terms.always)
 
 

@@ -1,16 +1,18 @@
 """Selection: which Pages a query reads within a budget, and what stands for those it does not read.
 
 Invariants of this file:
-- Masses are natural logs per query head; a choice is made per kv head, by the sum of the
-  probabilities over its query heads.
+- Masses are natural logs per query head, shares are probabilities; a choice is made per kv head, by
+  the sum of the shares over its query heads.
 - Equal pages are chosen in the order of their index, so a choice depends on its arguments alone.
 - What is not read counts as its estimated mass at its mean value: a Partial like any other, which
   `merge` joins with exact attention over what was read.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,27 +20,45 @@ from kvtier.errors import ConfigError
 from kvtier.kernels.running import Partial
 from kvtier.kernels.workspace import Workspace
 
+VALUES_AT_ONCE = 1 << 18
+"""Elements of mean values turned into floats at a time: 1 MiB."""
 FLOOR = -80.0
 """Pages count as at least e^-80 of the heaviest: exp is slow where its result is denormal."""
+_INFINITE = np.float32(np.inf).view(np.int32)
+_NONE = np.int64(np.iinfo(np.int64).max)
 
 
-def group_mass(log_mass: Tensor, group: int) -> Tensor:
+class PageShares(NamedTuple):
+    """What each page has of a query head's attention: `weights` float32 [q_heads, pages] add up to
+    1, `lse` [q_heads] is the natural log of the mass of all."""
+
+    weights: Tensor
+    lse: Tensor
+
+
+def page_shares(log_mass: Tensor) -> PageShares:
+    """Of natural log masses [q_heads, pages]. Raises ConfigError for other shapes."""
+    if log_mass.dim() != 2:
+        raise ConfigError(f"log_mass has shape {list(log_mass.shape)}; it takes [q_heads, pages]")
+    if log_mass.shape[1] == 0:
+        return PageShares(log_mass, log_mass.new_full((log_mass.shape[0],), -math.inf))
+    with torch.no_grad():
+        peak = log_mass.amax(1, keepdim=True)
+        weights = torch.sub(log_mass, peak).clamp_(min=FLOOR).exp_()
+        total = weights.sum(1, keepdim=True)
+        weights.div_(total)
+        return PageShares(weights, total.log_().add_(peak).view(-1))
+
+
+def group_mass(shares: PageShares, group: int) -> Tensor:
     """Probability mass of each page summed over the query heads of a kv head, [kv_heads, pages].
 
-    `log_mass` [q_heads, pages], natural; `group` query heads share a kv head. Each query head's
-    masses are divided by their sum first, so every head has the same say.
+    `group` query heads share a kv head, and have the same say. Raises ConfigError.
     """
-    if log_mass.dim() != 2 or group < 1 or log_mass.shape[0] % group:
-        raise ConfigError(
-            f"group is {group}, log_mass has shape {list(log_mass.shape)}; they take "
-            "[q_heads, pages] and a divisor of q_heads"
-        )
-    if log_mass.shape[1] == 0:
-        return log_mass.new_empty((log_mass.shape[0] // group, 0))
-    weights = log_mass - log_mass.amax(1, keepdim=True)
-    weights.clamp_(min=FLOOR).exp_()
-    weights.div_(weights.sum(1, keepdim=True))
-    return weights.view(-1, group, log_mass.shape[1]).sum(1)
+    q_heads, pages = shares.weights.shape
+    if group < 1 or q_heads % group:
+        raise ConfigError(f"group is {group}; it takes a divisor of the {q_heads} query heads")
+    return shares.weights.view(q_heads // group, group, pages).sum(1)
 
 
 def top_pages(mass: Tensor, page_bytes: Tensor, budget_bytes: int, always: Tensor) -> Tensor:
@@ -51,15 +71,23 @@ def top_pages(mass: Tensor, page_bytes: Tensor, budget_bytes: int, always: Tenso
     for arguments that do not fit together.
     """
     _check_choice(mass, page_bytes, budget_bytes, always)
-    with torch.no_grad():
-        sizes = page_bytes.expand_as(mass)
-        worth = mass / sizes
-        worth.masked_fill_(always, math.inf)
-        order = _descending(worth)
-        ordered_sizes = sizes.gather(1, order)
-        fits = ordered_sizes.cumsum(1) <= budget_bytes
-        chosen = torch.zeros(mass.shape, dtype=torch.bool).scatter_(1, order, fits)
-        return chosen.logical_or_(always)
+    sizes, wanted = page_bytes.numpy(), always.numpy()
+    heads, pages = mass.shape
+    if not pages:
+        return torch.zeros((heads, 0), dtype=torch.bool)
+    size = int(sizes.flat[0])
+    keys = _ranked(mass.detach().numpy() / sizes, wanted)
+    if (sizes == size).all():
+        count = min(budget_bytes // size, pages)
+        least = np.partition(keys, pages - count, 1)[:, pages - count] if count else _NONE
+        chosen = keys >= np.reshape(least, (-1, 1))
+    else:
+        # Where sizes differ it takes their sums in the order of worth.
+        order = keys.argsort(1)[:, ::-1]
+        ordered = np.take_along_axis(np.broadcast_to(sizes, mass.shape), order, 1)
+        chosen = np.empty((heads, pages), np.bool_)
+        np.put_along_axis(chosen, order, ordered.cumsum(1) <= budget_bytes, 1)
+    return torch.from_numpy(chosen | wanted)
 
 
 def page_lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,16 +100,19 @@ def page_lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
         raise ConfigError(
             f"chosen is {chosen.dtype} {list(chosen.shape)}; it takes bool [kv_heads, pages]"
         )
-    counts = chosen.sum(1)
-    heads, pages = chosen.nonzero(as_tuple=True)
-    place = torch.arange(len(pages)) - (counts.cumsum(0) - counts)[heads]
-    lists = torch.zeros((chosen.shape[0], int(counts.max())), dtype=torch.int64)
-    lists[heads, place] = pages
-    return lists, counts
+    heads, pages = chosen.numpy().nonzero()
+    counts = np.bincount(heads, minlength=chosen.shape[0])
+    most = int(counts.max())
+    if (counts == most).all():
+        by_head = pages.reshape(chosen.shape[0], most)
+        return torch.from_numpy(by_head), torch.from_numpy(counts)
+    lists = np.zeros((chosen.shape[0], most), np.int64)
+    lists[np.arange(most) < counts[:, None]] = pages
+    return torch.from_numpy(lists), torch.from_numpy(counts)
 
 
 def unread_partial(
-    log_mass: Tensor,
+    shares: PageShares,
     value_means: Tensor,
     value_factors: Tensor | None,
     unread: Tensor,
@@ -89,43 +120,46 @@ def unread_partial(
 ) -> Partial:
     """Attention over the pages not read, each as one token with its mass and its mean value.
 
-    `log_mass` [q_heads, pages], natural; `value_means` [kv_heads, pages, Dv] of any dtype, times
+    `shares` of each query head; `value_means` [kv_heads, pages, Dv] of any dtype, times
     `value_factors` [kv_heads, pages] unless None; `unread` bool [kv_heads, pages]. The Partial has
     one query: out [q_heads, 1, Dv], lse [q_heads, 1]; with nothing unread 0 and -inf. Raises
     ConfigError for arguments that do not fit together.
     """
-    _check_unread(log_mass, value_means, value_factors, unread)
-    heads, pages, value_width = value_means.shape
-    q_heads = log_mass.shape[0]
+    _check_unread(shares, value_means, value_factors, unread)
+    heads, pages, width = value_means.shape
+    q_heads = shares.weights.shape[0]
     with torch.no_grad():
-        shown = unread.unsqueeze(1)
-        if pages == 0:
-            return Partial(
-                torch.zeros((q_heads, 1, value_width)), torch.full((q_heads, 1), -math.inf)
-            )
-        masses = log_mass.float().view(heads, -1, pages).masked_fill(~shown, -math.inf)
-        peak = masses.amax(2, keepdim=True)
-        base = peak.masked_fill(peak == -math.inf, 0.0)
-        weights = masses.sub_(base).clamp_(min=FLOOR).exp_().mul_(shown)
+        weights = shares.weights.view(heads, q_heads // heads, pages) * unread.unsqueeze(1)
         total = weights.sum(2, keepdim=True)
         if value_factors is not None:
             weights.mul_(value_factors.unsqueeze(1))
-        values = workspace.take("levels", tuple(value_means.shape)).copy_(value_means)
-        out = torch.bmm(weights, values)
+        out = weights.new_zeros((heads, q_heads // heads, width))
+        step = max(1, VALUES_AT_ONCE // (heads * width))
+        for first in range(0, pages, step):
+            part = slice(first, min(first + step, pages))
+            # A block that stays in the processor's cache until it is used.
+            values = workspace.take("levels", (heads, part.stop - first, width))
+            values.copy_(value_means[:, part])
+            out.baddbmm_(weights[:, :, part], values)
         out.div_(total.masked_fill(total == 0.0, 1.0))
-        return Partial(out.view(q_heads, 1, value_width), (total.log_() + base).view(q_heads, 1))
+        lse = total.log_().view(q_heads, 1).add_(shares.lse.unsqueeze(1))
+        return Partial(out.view(q_heads, 1, width), lse)
 
 
-def _descending(worth: Tensor) -> Tensor:
-    """Indices that sort worth [rows, n], not negative, from the greatest on, ties by index.
+def _ranked(
+    worth: npt.NDArray[np.floating[Any]], first: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.int64]:
+    """Keys that rank worth [rows, n], not negative, the greatest last: what comes `first` behind
+    all, and of equals the one with the smaller index. All keys of a row differ.
 
-    Floats that are not negative sort as their bits do. With the index below them all keys differ,
-    and numpy sorts such keys in a seventh of the time that torch takes for a stable sort.
+    Floats that are not negative rank as their bits do, with the index below them. Numpy sorts such
+    keys in a seventh of the time that torch takes for a stable sort.
     """
-    bits = worth.float().contiguous().view(torch.int32)
-    keys = (bits.to(torch.int64) << 32) + torch.arange(worth.shape[1] - 1, -1, -1)
-    ascending = torch.from_numpy(np.sort(keys.numpy(), axis=1))
-    return (worth.shape[1] - 1) - (ascending.flip(1) & 0xFFFFFFFF)
+    bits = worth.astype(np.float32).view(np.int32)
+    keys = np.where(first, _INFINITE, bits).astype(np.int64)
+    keys <<= 32
+    keys += np.arange(worth.shape[1] - 1, -1, -1)
+    return keys
 
 
 def _check_choice(mass: Tensor, page_bytes: Tensor, budget_bytes: int, always: Tensor) -> None:
@@ -139,7 +173,7 @@ def _check_choice(mass: Tensor, page_bytes: Tensor, budget_bytes: int, always: T
             f"page_bytes is {page_bytes.dtype} {list(page_bytes.shape)}; it takes int64 [pages] or "
             f"[kv_heads, pages] like mass, {list(mass.shape)}"
         )
-    if page_bytes.numel() and int(page_bytes.min()) < 1:
+    if page_bytes.numel() and int(page_bytes.numpy().min()) < 1:
         raise ConfigError(f"page_bytes holds {int(page_bytes.min())}; it takes at least 1")
     if budget_bytes < 0:
         raise ConfigError(f"budget_bytes is {budget_bytes}; it takes at least 0")
@@ -151,16 +185,17 @@ def _check_choice(mass: Tensor, page_bytes: Tensor, budget_bytes: int, always: T
 
 
 def _check_unread(
-    log_mass: Tensor, value_means: Tensor, value_factors: Tensor | None, unread: Tensor
+    shares: PageShares, value_means: Tensor, value_factors: Tensor | None, unread: Tensor
 ) -> None:
     if unread.dim() != 2 or unread.shape[0] < 1 or unread.dtype != torch.bool:
         raise ConfigError(
             f"unread is {unread.dtype} {list(unread.shape)}; it takes bool [kv_heads, pages]"
         )
     heads, pages = unread.shape
-    if log_mass.dim() != 2 or log_mass.shape[1] != pages or log_mass.shape[0] % heads:
+    weights = shares.weights
+    if weights.dim() != 2 or weights.shape[1] != pages or weights.shape[0] % heads:
         raise ConfigError(
-            f"log_mass has shape {list(log_mass.shape)}; it takes [q_heads, {pages}] with a "
+            f"shares has weights of {list(weights.shape)}; it takes [q_heads, {pages}] with a "
             f"multiple of {heads} heads"
         )
     if value_means.dim() != 3 or value_means.shape[:2] != unread.shape:

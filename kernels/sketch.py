@@ -1,16 +1,11 @@
 """Sketches of keys: 2 to 4 bits a coordinate, from which scores and attention masses are estimated.
 
-What a Sketch keeps of a key, relative to the centre (the mean key of its Segment and head): each
-coordinate is divided by a weight, the vector is rotated by random signs and a Hadamard matrix and
-divided by its root mean square, and each coordinate is rounded to one of 2^bits equally spaced
-levels, the best such levels for a unit normal (the rotation makes coordinates nearly normal,
-whatever the key was). Equal steps make 1 % more noise at 2 bits than Lloyd and Max's free levels do
-and 8 % more at 3, and let scores be computed from the codes as they are: a level is the step times
-the code, less a constant.
-
-The rotation spreads the noise evenly over the coordinates, also to those where keys hardly differ;
-if queries are large just there, as in the first layer of some models, noise drowns everything.
-Weights even that out (coordinate_weights): a query is multiplied by what keys were divided by.
+What a Sketch keeps of a key, relative to the centre (the mean key of its Segment and head): the
+vector is rotated by random signs and a Hadamard matrix and divided by its root mean square, and
+each coordinate is rounded to one of 2^bits equally spaced levels, the best such levels for a unit
+normal (the rotation makes coordinates nearly normal, whatever the key was). Equal steps make 1 %
+more noise at 2 bits than Lloyd and Max's free levels do and 8 % more at 3, and let scores be
+computed from the codes as they are: a level is the step times the code, less a constant.
 
 Each token has a scale, stored as 8 bits on a logarithmic grid between the least and the greatest
 of its Segment and head. It is chosen so that the product of the key with its sketch is the square
@@ -38,18 +33,21 @@ from torch import Tensor
 
 from kvtier.errors import ConfigError
 from kvtier.kernels.launch_checks import PAGE_TOKENS
-from kvtier.kernels.packed_codes import FIELDS, lifts, pack, unpack
+from kvtier.kernels.packed_codes import FIELDS, halves, pack, unpack, unpacking
 from kvtier.kernels.rotation import rotation
 from kvtier.kernels.workspace import Workspace
 
 STEPS = {2: 0.9957, 3: 0.5860, 4: 0.3352}
 """Distance of neighbouring levels for a unit normal, by bits (Max 1960, table II)."""
-BLOCK_PAGES = 2048
-"""Pages of all heads whose codes are unpacked at a time."""
+BLOCK_CODES = 1 << 22
+"""Of all heads, unpacked and scored at a time: 4 MiB. With fewer, calls outweigh the work."""
+FLOATS = 1 << 19
+"""Codes turned into floats at a time, 2 MiB, so that these stay in the processor's cache."""
+BLOCK_PAGES = 512
+"""Pages of a head at a time, if there are as many: products with fewer rows take longer."""
 FLOOR_LOG2 = -100.0
 """Tokens count as at least 2^-100 of the heaviest: exp2 is slow where its result is denormal."""
 
-_SLOTS = PAGE_TOKENS // FIELDS
 _CODES_MAX = 255
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
@@ -61,7 +59,7 @@ class Sketch:
 
     `words` int64 [bits, heads, pages, width / 4], width being that of rotated keys; `codes` uint8
     [heads, pages, 16], the scales of tokens: 2^(low + code * step), with `low` and `step` float32
-    [heads]; `centre` and `weights` float32 [heads, Dk]; `tokens`, of which the last page may hold
+    [heads]; `centre` float32 [heads, Dk]; `tokens`, of which the last page may hold
     fewer than 16.
     """
 
@@ -70,7 +68,6 @@ class Sketch:
     low: Tensor
     step: Tensor
     centre: Tensor
-    weights: Tensor
     tokens: int
     seed: int
 
@@ -80,7 +77,7 @@ class Sketch:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the sketch, without the centre and the weights."""
+        """Bytes of the sketch, without the centre."""
         held = (self.words, self.codes, self.low, self.step)
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
@@ -89,27 +86,33 @@ class Sketch:
 class SketchedPages:
     """Some pages of each head as one query meets them.
 
-    `words` int64 [bits, heads, pages, width / 4]; `scales` float32 [8, heads, pages, 2], see
-    by_field, 0 in slots without a token; `short`: whether there are such slots.
+    `words` int32 [bits, 2, heads, pages, width / 4], see halves. By place, see Unpacking: `scales`
+    float32 [16, heads, pages], and `empty` bool like it, slots without a token; None: there are no
+    such slots.
     """
 
     words: Tensor
     scales: Tensor
-    short: bool
+    empty: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class SketchQuery:
     """What the scores of a query with sketches need of the query, scores being in base 2.
 
-    `rotated` [heads, group, width]; `factors` [8 * heads, group, 2]: what a token's scale and
-    its square are multiplied with, for the middle of the codes and for the debiasing term;
-    `spread`: what the square of a score is multiplied with in that term.
+    `rotated` [16, heads, rows, width], for each place, over its lift: a row for each query head of
+    a group, maybe more, see padded_group, all 0. `factors` [16, heads, rows, 2]: what a token's
+    scale and its square are multiplied with, for the middle of the codes and for the debiasing
+    term; `spread`: what the square of a score is multiplied with in that term.
     """
 
     rotated: Tensor
     factors: Tensor
     spread: float
+
+    def of(self, heads: slice) -> "SketchQuery":
+        """That of some kv heads."""
+        return SketchQuery(self.rotated[:, heads], self.factors[:, heads], self.spread)
 
 
 @lru_cache(maxsize=3)
@@ -128,40 +131,17 @@ def level_statistics(bits: int) -> tuple[float, float]:
     return second, product
 
 
-def coordinate_weights(keys: Tensor, queries: Tensor | None = None) -> Tensor:
-    """Weights float32 [heads, Dk] that make for little noise in scores.
-
-    From keys [heads, tokens, Dk] such as those to be sketched, and if there are some, queries
-    [q_heads, n, Dk] such as will be asked. The noise of a score grows with the mean of (key /
-    weight)^2 times the sum of (query * weight)^2, which is least for the root of deviation of keys
-    / size of queries. Of unknown queries it is only certain that some are large where keys differ
-    little; then the deviation to the power of 3/4 has served best.
-    """
-    heads, _, width = keys.shape
-    deviation = keys.float().std(1, correction=0)
-    weights = deviation.pow(0.75)
-    if queries is not None:
-        check_query(queries[:, 0], heads, width)
-        size = queries.float().reshape(heads, -1, width).square().mean(1).sqrt_()
-        weights = (deviation / size.clamp_(min=1e-6)).sqrt_()
-    most = weights.amax(1, keepdim=True)
-    return torch.where(most > 0, weights / most, 1.0).clamp_(min=1e-3)
-
-
-def sketch_keys(
-    keys: Tensor, centre: Tensor, bits: int, seed: int, weights: Tensor | None = None
-) -> Sketch:
+def sketch_keys(keys: Tensor, centre: Tensor, bits: int, seed: int) -> Sketch:
     """Sketch keys [heads, tokens, Dk] in slot order, relative to centre [heads, Dk].
 
-    Keys are 32 or 16 bit floats; `weights` [heads, Dk], above 0, are all 1 if None. Queries find
-    the rotation again by `seed`. Raises ConfigError for arguments that do not fit together.
+    Keys are 32 or 16 bit floats. Queries find the rotation again by `seed`. Raises ConfigError for
+    arguments that do not fit together.
     """
-    weights = torch.ones_like(centre) if weights is None else weights
-    _check_keys(keys, centre, weights, bits)
+    _check_keys(keys, centre, bits)
     heads, tokens, width = keys.shape
     with torch.no_grad():
         centred = keys.float() - centre.float().unsqueeze(1)
-        rotated = centred.div_(weights.unsqueeze(1)) @ rotation(width, seed)
+        rotated = centred @ rotation(width, seed)
         square = rotated.square().sum(-1)
         step = STEPS[bits] * (square / rotated.shape[2]).sqrt().clamp_(min=1e-30)
         middle = (2**bits - 1) / 2
@@ -180,7 +160,6 @@ def sketch_keys(
         low,
         grid,
         centre.float(),
-        weights.float(),
         tokens,
         seed,
     )
@@ -204,34 +183,35 @@ def sketch_scores(
     check_query(query, heads, sketch.centre.shape[1])
     check_scale(scale, softcap)
     with torch.no_grad():
-        ready = sketch_query(query, sketch.weights, (sketch.bits, sketch.seed), scale, debias)
-        scales = (sketch.low[:, None, None] + sketch.codes * sketch.step[:, None, None]).exp2_()
-        block = SketchedPages(sketch.words, by_field(scales), False)
         folded = fold(query, heads, scale)
+        ready = sketch_query(folded, (sketch.bits, sketch.seed), debias)
+        codes = in_order(sketch.codes, sketch.bits)
+        grids = torch.stack((sketch.low, sketch.step)).unsqueeze(2).expand(-1, -1, pages)
+        block = SketchedPages(halves(sketch.words), scales_of(codes, grids), None)
         centred = (folded @ sketch.centre.unsqueeze(2)).expand(-1, -1, pages)
         scores = _scores(ready, block, centred, softcap, workspace)
         if softcap is None:
-            scores = scores.add_(centred.unsqueeze(-1))
-        # From the order of planes, [8, heads, group, pages, 2], to the order of slots.
-        ordered = scores.permute(1, 2, 3, 0, 4).reshape(query.shape[0], pages * PAGE_TOKENS)
-        return ordered[:, : sketch.tokens] * LN_2
+            scores = scores + centred
+        by_slot = scores[unpacking(sketch.bits).slots.argsort()].permute(1, 2, 3, 0)
+        return by_slot.reshape(query.shape[0], -1)[:, : sketch.tokens] * LN_2
 
 
-def sketch_query(
-    query: Tensor, weights: Tensor, kind: tuple[int, int], scale: float, debias: bool = True
-) -> SketchQuery:
-    """Prepare query [q_heads, Dk] for sketches with these weights and `kind`, (bits, seed)."""
+def sketch_query(folded: Tensor, kind: tuple[int, int], debias: bool = True) -> SketchQuery:
+    """Prepare a folded query [heads, group, Dk] for sketches of a `kind`, (bits, seed)."""
     bits, seed = kind
-    folded = fold(query, weights.shape[0], scale) * weights.unsqueeze(1)
-    rotated = folded @ rotation(query.shape[1], seed)
+    heads, group, width = folded.shape
+    turns = rotation(width, seed)
+    rotated = torch.zeros((heads, padded_group(group), turns.shape[1]))
+    rotated[:, :group] = folded @ turns
     second, product = level_statistics(bits)
     # Half a variance in nats is ln 2 times half the variance in bits, in bits.
     noise = 0.5 * LN_2 * (second - product * product) if debias else 0.0
     middle = rotated.sum(-1, keepdim=True) * (-(2**bits - 1) / 2)
-    factors = torch.cat((middle, folded.square().sum(-1, keepdim=True) * -noise), -1)
+    factors = torch.cat((middle, rotated.square().sum(-1, keepdim=True) * -noise), -1)
+    lifts = unpacking(bits).lifts.view(PAGE_TOKENS, 1, 1, 1)
     return SketchQuery(
-        rotated,
-        factors.repeat(FIELDS, 1, 1),
+        lifts * rotated,
+        factors.expand(PAGE_TOKENS, -1, -1, -1).contiguous(),
         # A key's length squared is width * (scale * product)^2, so the token's scale cancels.
         noise / (rotated.shape[2] * product * product),
     )
@@ -249,19 +229,22 @@ def sketched_masses(
     `centred` [heads, group, pages]: the base-2 score of the query with the centre of each page.
     """
     scores = _scores(ready, block, centred, softcap, workspace)
-    # In two steps, each along memory: half the time of one over three dimensions.
-    peak = scores.flatten(3).amax(3).amax(0).unsqueeze(2)
-    masses = scores.sub_(peak.unsqueeze(3)).clamp_(min=FLOOR_LOG2).exp2_()
-    if block.short:
-        masses.masked_fill_((block.scales == 0.0).unsqueeze(2), 0.0)
-    slots = masses.sum(0)
-    total = (slots[..., 0] + slots[..., 1]).log2_().add_(peak)
+    peak = scores.amax(0)
+    masses = scores.sub_(peak).clamp_(min=FLOOR_LOG2).exp2_()
+    if block.empty is not None:
+        masses.masked_fill_(block.empty.unsqueeze(2), 0.0)
+    total = masses.sum(0).log2_().add_(peak)
     return total if softcap is not None else total.add_(centred)
 
 
 def fold(query: Tensor, heads: int, scale: float) -> Tensor:
     """`query` [q_heads, Dk] as float32 [heads, group, Dk], scaled so that products are base 2."""
     return query.float().view(heads, -1, query.shape[1]) * (scale * LOG2_E)
+
+
+def padded_group(group: int) -> int:
+    """Rows of a product that serves a group: one of 3 or 7 takes longer than one of 4 or 8."""
+    return group + (group in (3, 7))
 
 
 def _scores(
@@ -271,49 +254,64 @@ def _scores(
     softcap: float | None,
     workspace: Workspace,
 ) -> Tensor:
-    """Debiased base-2 scores [8, heads, group, pages, 2]: without a softcap relative to the centre,
-    and in a kept buffer; with a softcap whole."""
-    scores = _products(ready, block, workspace)
+    """Debiased base-2 scores [16, heads, group, pages], by place and in a kept buffer: without a
+    softcap relative to the centre, with a softcap whole."""
+    products = _products(ready, block, workspace)
     heads, group, pages = centred.shape
-    shape = (FIELDS, heads, group, pages, _SLOTS)
-    scales = block.scales.view(FIELDS * heads, 1, -1)
-    squares = scales * scales
+    scales = block.scales.view(PAGE_TOKENS * heads, 1, pages)
+    terms = workspace.take("terms", (2, PAGE_TOKENS * heads, pages))
+    torch.mul(block.scales, block.scales, out=terms[1].view(block.scales.shape))
+    products.mul_(scales)
+    factors = ready.factors.flatten(0, 1)
+    shown = products.view(PAGE_TOKENS, heads, -1, pages)[:, :, :group]
     if softcap is None:
-        terms = torch.cat((scales, squares), 1)
-        scores.baddbmm_(ready.factors, terms)
-        if ready.spread:
-            scores.addcmul_(scores, scores, value=ready.spread)
-        return scores.view(shape)
-    scores.addcmul_(ready.factors[..., :1], scales)
+        terms[0].copy_(scales.squeeze(1))
+        products.baddbmm_(factors, terms.transpose(0, 1))
+        # The square should be that of the score before noise was taken off: 0.01 nats at most.
+        return shown.addcmul_(shown, shown, value=ready.spread) if ready.spread else shown
+    products.addcmul_(factors[..., :1], scales)
     # With a softcap f, E[exp(f(x + n))] is nearly exp(f(x) + w/2 * (f'^2 + f'')).
-    noise = (ready.factors[..., 1:] * squares).addcmul_(scores, scores, value=ready.spread)
+    noise = factors[..., 1:] * terms[1].unsqueeze(1)
+    noise.addcmul_(products, products, value=ready.spread)
+    noise = noise.view(PAGE_TOKENS, heads, -1, pages)[:, :, :group]
     cap = softcap * LOG2_E
-    bent = scores.view(shape).add_(centred.unsqueeze(-1)).div_(cap).tanh_()
+    bent = shown.add_(centred).div_(cap).tanh_()
     slope = 1 - bent * bent
-    return noise.view(shape).mul_(slope).mul_(slope - bent * (2 / softcap)).add_(bent, alpha=cap)
+    noise.mul_(slope).mul_(slope - bent * (2 / softcap))
+    return bent.mul_(cap).add_(noise)
 
 
 def _products(ready: SketchQuery, block: SketchedPages, workspace: Workspace) -> Tensor:
-    """Products of the rotated query and the codes of tokens times their scales, in a kept buffer
-    [8 * heads, group, pages * 2]."""
-    bits, heads, pages, quarter = block.words.shape
-    group, width = ready.rotated.shape[1:]
-    codes = workspace.take("codes", (heads, pages, quarter), torch.int64)
-    floats = workspace.take("levels", (heads, pages * _SLOTS, width))
-    scores = workspace.take("scores", (FIELDS, heads, group, pages * _SLOTS))
-    bytes_of_codes = codes.view(torch.uint8).view(floats.shape)
-    # One field at a time, so that what is unpacked stays in the cache until it is used.
-    for index in range(FIELDS):
-        unpack(block.words, index, codes)
-        floats.copy_(bytes_of_codes)
-        torch.bmm(ready.rotated, floats.transpose(1, 2), out=scores[index])
-    scales = block.scales * lifts(bits)
-    return scores.mul_(scales.view(FIELDS, heads, 1, -1)).view(FIELDS * heads, group, -1)
+    """Products of the rotated query and the codes of tokens, in a kept buffer [16 * heads, rows,
+    pages]."""
+    shape = block.words.shape[1:]
+    rotated, pages = ready.rotated.flatten(0, 1), shape[2]
+    batch, many, width = rotated.shape
+    codes = workspace.take("codes", (FIELDS, *shape), torch.int32)
+    spare = workspace.take("spare", (2, *shape), torch.int32)
+    unpack(block.words, codes, spare)
+    by_place = codes.view(torch.uint8).view(batch, pages, width)
+    scores = workspace.take("scores", (batch, many, pages))
+    step = max(1, FLOATS // (pages * width))
+    for first in range(0, batch, step):
+        part = slice(first, first + step)
+        some = by_place[part]
+        floats = workspace.take("levels", (some.shape[0], pages, width)).copy_(some)
+        torch.bmm(rotated[part], floats.transpose(1, 2), out=scores[part])
+    return scores
 
 
-def by_field(slots: Tensor) -> Tensor:
-    """[heads, pages, 16] in the order of planes: [8, heads, pages, 2]."""
-    return slots.view(*slots.shape[:2], FIELDS, _SLOTS).permute(2, 0, 1, 3).contiguous()
+def in_order(slots: Tensor, bits: int) -> Tensor:
+    """[heads, pages, 16] by slot, as codes are unpacked: by place."""
+    return slots.index_select(2, unpacking(bits).slots)
+
+
+def scales_of(codes: Tensor, grids: Tensor) -> Tensor:
+    """Scales float32 [16, heads, pages] of uint8 codes [heads, pages, 16], both by place, and
+    `grids` [2, heads, pages], the low and the step of each page."""
+    low, step = grids
+    by_place = codes.permute(2, 0, 1).contiguous()
+    return by_place.float().mul_(step).add_(low).exp2_()
 
 
 def _log_codes(scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -347,21 +345,18 @@ def check_scale(scale: float, softcap: float | None) -> None:
         raise ConfigError(f"softcap is {softcap}; it takes a finite number above 0, or None")
 
 
-def _check_keys(keys: Tensor, centre: Tensor, weights: Tensor, bits: int) -> None:
+def _check_keys(keys: Tensor, centre: Tensor, bits: int) -> None:
     if bits not in STEPS:
         raise ConfigError(f"bits is {bits}; it takes 2, 3 or 4")
     if keys.dim() != 3 or 0 in keys.shape:
         raise ConfigError(f"keys has shape {list(keys.shape)}; it takes [heads, tokens, Dk]")
     if not keys.is_floating_point() or not keys.is_cpu:
         raise ConfigError(f"keys is {keys.dtype} on {keys.device}; it takes floats on the cpu")
-    for name, tensor in (("centre", centre), ("weights", weights)):
-        if tensor.shape != (keys.shape[0], keys.shape[2]):
-            raise ConfigError(
-                f"{name} has shape {list(tensor.shape)}; it takes [heads, Dk] like keys, "
-                f"{[keys.shape[0], keys.shape[2]]}"
-            )
-    if not bool((weights > 0).all()):
-        raise ConfigError(f"weights holds {float(weights.min())}; it takes numbers above 0")
+    if centre.shape != (keys.shape[0], keys.shape[2]):
+        raise ConfigError(
+            f"centre has shape {list(centre.shape)}; it takes [heads, Dk] like keys, "
+            f"{[keys.shape[0], keys.shape[2]]}"
+        )
     # Only sums: a pass over all elements that allocates nothing.
     if not bool(torch.isfinite(keys.float().sum() + centre.float().sum())):
         raise ConfigError("keys or centre holds values that are not finite; it takes finite ones")

@@ -19,19 +19,20 @@ class Workspace:
 
     Invariants: a buffer only grows, to the next power of two elements; its contents mean nothing
     between calls; views that are kept are of buffers that are. It holds, before rounding up, 1 MiB
-    of keys or values (or one page of every kv head, if that is more), half of that again for a
-    16-bit pool, 8 MiB of scores (or one query's over 2,048 tokens, if that is more), 2 MiB of
-    masks, and 8 MiB of queries and results. dense_causal_attention adds keys and values of 16,384
-    tokens of one kv head, if they have 16 bits.
+    of keys or values and 1 MiB of values beside them (or one page of every kv head, if that is
+    more), half a MiB for a 16-bit pool, 8 MiB of scores (or one query's over 2,048 tokens, if that
+    is more), 2 MiB of masks, and 8 MiB of queries and results. dense_causal_attention adds keys and
+    values of 16,384 tokens of one kv head, if they have 16 bits.
     """
 
-    __slots__ = ("_buffers", "_rows", "_spans", "_taken")
+    __slots__ = ("_buffers", "_pieces", "_rows", "_spans", "_taken")
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self._taken: dict[tuple[str, torch.dtype], Tensor] = {}
         self._rows: dict[tuple[int, int, int, int, int], Rows] = {}
         self._spans: dict[tuple[int, ...], Span] = {}
+        self._pieces: dict[tuple[tuple[int, ...], int, int, int], Pieces] = {}
 
     @property
     def held_bytes(self) -> int:
@@ -59,6 +60,7 @@ class Workspace:
                 # Views of the smaller buffer would keep its memory, too.
                 self._rows.clear()
                 self._spans.clear()
+                self._pieces.clear()
             taken = self._taken[key] = buffer[:count].view(shape)
         return taken
 
@@ -81,6 +83,20 @@ class Workspace:
             if len(self._spans) >= VIEWS_MAX:
                 self._spans.clear()
             self._spans[key] = found
+        return found
+
+    def pieces(
+        self, asked: tuple[int, int, int, int], pages: int, chunk_pages: int, unused: int
+    ) -> "Pieces":
+        """Views for pages that are attended to in chunks of at most so many; asked: kv_heads,
+        group, n, width; see Pieces."""
+        key = asked, pages, chunk_pages, unused
+        found = self._pieces.get(key)
+        if found is None:
+            found = Pieces(self, *key)
+            if len(self._pieces) >= VIEWS_MAX:
+                self._pieces.clear()
+            self._pieces[key] = found
         return found
 
 
@@ -182,3 +198,56 @@ class Span:
         """Room for the pages of a chunk, and the tokens of each head in it."""
         rows = workspace.take("pages", (heads * self.chunk_pages, PAGE_TOKENS * width))
         return rows, rows.view(heads, -1, width)
+
+
+class Pieces:
+    """Neighbouring pages of all kv heads in chunks of one size, each attended to in one call, with
+    its keys and values beside each other.
+
+    The last chunk begins before the one ahead of it ends, if need be, and leaves out what that one
+    has, as well as the last `unused` slots. starts: the first page of each chunk. gathered_keys,
+    gathered_values: [kv_heads * pages, 16 * width]; keys, values: the same of each chunk, without
+    what is left out, [kv_heads, 1, tokens, width]: kv heads are a batch, so that a result is in one
+    piece. query [kv_heads, 1, many, width] for queries that cannot be taken as they are, because
+    they have 16 bits or are 3 or 7, which takes longer than 4 or 8; asked: those of them that are
+    queries, [kv_heads, group, n, width].
+    """
+
+    __slots__ = (
+        "asked",
+        "chunk_pages",
+        "gathered_keys",
+        "gathered_values",
+        "keys",
+        "many",
+        "query",
+        "starts",
+        "values",
+    )
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        asked: tuple[int, int, int, int],
+        pages: int,
+        chunk_pages: int,
+        unused: int,
+    ) -> None:
+        heads, group, n, width = asked
+        chunks = -(-pages // chunk_pages)
+        size = self.chunk_pages = -(-pages // chunks)
+        self.starts = [*range(0, (chunks - 1) * size, size), pages - size]
+        rows = group * n
+        self.many = rows + (rows in (3, 7))
+        self.query = workspace.take("query", (heads, 1, self.many, width))
+        self.asked = self.query[:, 0, :rows].view(heads, group, n, width)
+        shape = heads * size, PAGE_TOKENS * width
+        self.gathered_keys = workspace.take("pages", shape)
+        self.gathered_values = workspace.take("values of pages", shape)
+        again, end = (chunks * size - pages) * PAGE_TOKENS, size * PAGE_TOKENS - unused
+
+        def by_chunk(gathered: Tensor) -> list[Tensor]:
+            whole = gathered.view(heads, 1, -1, width)
+            return [whole] * (chunks - 1) + [whole[:, :, again:end]]
+
+        self.keys, self.values = by_chunk(self.gathered_keys), by_chunk(self.gathered_values)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.io.alignment import align_up
 from kvtier.io.buffers import aligned_bytes
 from kvtier.io.catalog import Catalog, SegmentRow
 from kvtier.io.device import Buffers
@@ -17,7 +18,7 @@ from kvtier.io.superblock import DATA_START
 from kvtier.tiering import opening, verifier
 from kvtier.tiering.catalog_check import CatalogRows, RecordPlace
 from kvtier.tiering.catalog_rows import extents_of
-from kvtier.tiering.config import Config
+from kvtier.tiering.config import Config, PlacementName
 from kvtier.tiering.extent_check import ExtentChecker
 from kvtier.tiering.extent_format import HEADER_BYTES, header_bytes
 from kvtier.tiering.findings import Finding, Report
@@ -31,8 +32,8 @@ REGION_BYTES = 3 * MIB
 HOT = Config(hot="4MiB")
 LENGTHS = (700, 1100, 40, 513, 300)
 """Tokens of what is saved in turn until the region is full: whole Segments and short ones."""
-EACH_BYTES = 64 * 1024
-"""Upper bound of what headers, padding and a record cost a name."""
+EACH_BYTES = 96 * 1024
+"""Upper bound of what headers, padding, digests and a record cost a name."""
 
 Owner = SegmentRow | RecordPlace | None
 """Whose bytes they are; None: superblocks, and what lies around them."""
@@ -60,8 +61,9 @@ class FilledStore:
     Made once for many tests: each calls `attach`.
     """
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, placement: PlacementName = "position") -> None:
         self.home = home
+        self.placement = placement
         # The store looks whether the device is in use, so its path must exist.
         (home / "device").touch()
         self.device = Kept.open(REGION_BYTES, block_bytes=512, path=str(home / "device"))
@@ -97,10 +99,11 @@ class FilledStore:
         self._patch(patch)
 
     def _fill(self, path: Path) -> None:
-        with open_store(path, PLAIN, Config("3MiB", hot="4MiB")) as store:
+        config = Config("3MiB", hot="4MiB", placement=self.placement)
+        with open_store(path, PLAIN, config) as store:
             for number in range(40):
                 tokens = some_tokens(LENGTHS[number % len(LENGTHS)], number)
-                needed = len(tokens) * PLAIN.payload_bytes(0, 1) * 2 + EACH_BYTES
+                needed = len(tokens) * PLAIN.token_bytes + EACH_BYTES
                 if store.stats().device_bytes + needed > REGION_BYTES - DATA_START - GRID:
                     continue
                 put(store, OF_M, f"n{number}", tokens)
@@ -132,7 +135,7 @@ class FilledStore:
 
     def chosen_byte(self, random: np.random.Generator) -> tuple[int, Owner]:
         """A byte of one part of the format, each part as likely as any other."""
-        part = int(random.integers(7))
+        part = int(random.integers(8))
         if part == 0:
             copy = (0, 64 * 1024, REGION_BYTES - GRID)[int(random.integers(3))]
             return copy + int(random.integers(GRID)), None
@@ -148,7 +151,8 @@ class FilledStore:
             2: (0, HEADER_BYTES),
             3: (HEADER_BYTES, head),
             4: (head, payload_end),
-            5: (payload_end, extent.length),
+            5: (payload_end, align_up(payload_end, GRID)),
+            7: (align_up(payload_end, GRID), extent.length),
         }[part]
         if first == last:
             first, last = 0, extent.length

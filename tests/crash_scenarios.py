@@ -16,6 +16,7 @@ from random import Random
 
 sys.path.insert(0, os.fspath(Path(__file__).parent.parent))
 
+from kvtier.tiering.extent_io import Unit
 from kvtier.tiering.store import Store
 from tests.crash_workload import Recording, Workload, recorded
 from tests.store_cases import some_tokens
@@ -151,6 +152,30 @@ def repair(workload: Workload, random: Random) -> None:
     workload.put("again", "a")
 
 
+def by_keys(workload: Workload, random: Random) -> None:
+    """Extents with digests behind their payloads: saved, removed, and their space used again."""
+    _lists(
+        workload,
+        random,
+        a=("", 0, random.randint(516, 560)),
+        b=("a", 1000, random.randint(20, 60)),
+        c=("", 0, random.randint(1, 40)),
+    )
+    workload.placement = "keys"
+    _make(workload)
+    workload.put("a", "a", pieces=random.randint(100, 600))
+    workload.put("b", "b")
+    workload.call("remove b", lambda store: store.remove("b"))
+    workload.put("c", "c")
+    workload.restart()
+    workload.put("b", "b")
+    extents = workload.store._extents
+    for segment in workload.store._registry.committed.values():
+        for layer, extent in enumerate(segment.extents):
+            assert extent is not None
+            assert extent.length > extents.shape(Unit(segment, layer)).digests_at
+
+
 def remove(workload: Workload, random: Random) -> None:
     """Names are removed, with what only they needed, and the space is used again."""
     _lists(
@@ -222,7 +247,7 @@ SCENARIOS: dict[str, Scenario] = {
     each.__name__: each
     for each in [
         *(make, make_on_drive, spread, share, fork, stream, behind),
-        *(damage, repair, remove, hold, evict),
+        *(damage, repair, by_keys, remove, hold, evict),
     ]
 }
 

@@ -24,7 +24,7 @@ from kvtier.io.extent import Extent
 from kvtier.io.simulated_medium import Medium
 from kvtier.io.superblock import copy_offsets
 from kvtier.tiering import opening
-from kvtier.tiering.config import Config
+from kvtier.tiering.config import Config, PlacementName
 from kvtier.tiering.geometry import Geometry
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.store import Store
@@ -120,6 +120,7 @@ class Workload:
         self.media = {OWN_REGION: Medium.blank(REGION_BYTES)}
         """By the path of each region, in the order of their numbers."""
         self.discard = False
+        self.placement: PlacementName = "position"
         self.free_bytes: int | None = None
         """If not None, ballast leaves only so much of the region."""
         self._damaged: frozenset[int] = frozenset()
@@ -152,7 +153,7 @@ class Workload:
     def open(self) -> None:
         is_new = not (self.directory / "store.yaml").exists()
         config = store_config(self.log.root, tuple(self.media), is_new=is_new)
-        config = replace(config, discard=self.discard)
+        config = replace(config, discard=self.discard, placement=self.placement)
         self._open_store = store = open_store(self.directory, TINY, config)
         if self.free_bytes is not None:
             # No row names it, so after a crash it is free.

@@ -4,6 +4,7 @@ Keys and values of a position are a function of all tokens up to it, as a model'
 of its tokens is the whole reference of a Sequence, whatever was shared, cropped or deduplicated.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.kernels.oracle import attention_oracle
-from kvtier.tiering.clusterer import Placement, UnitKeys
+from kvtier.tiering.clusterer import Ordering, Placement, UnitKeys
 from kvtier.tiering.config import Config
 from kvtier.tiering.extent_io import Unit
 from kvtier.tiering.fingerprint import Fingerprint
@@ -59,6 +60,26 @@ class Shuffled(Placement):
 
     def _order(self, heads: int, tokens: int) -> Order:
         return np.stack([self._random.permutation(tokens) for _ in range(heads)])
+
+
+class ShuffledInSteps(Shuffled):
+    """The same in steps, one for each unit, as orders by keys come. taken: how many were taken."""
+
+    in_steps = True
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.taken = 0
+
+    def ordering(self, units: Iterable[UnitKeys]) -> Ordering:
+        orders: dict[int, Order] = {}
+        for number, unit in enumerate(units):
+            (order,) = self.orders([unit])
+            if order is not None:
+                orders[number] = order
+            self.taken += 1
+            yield
+        return orders
 
 
 class KV:

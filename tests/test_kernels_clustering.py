@@ -1,6 +1,6 @@
 """Orders by similar keys: permutations, planted clusters, and a slow plain twin to compare with."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvtier.errors import ConfigError
 from kvtier.kernels import clustering
-from kvtier.kernels.clustering import balanced_order, capped_clusters, shared_keys
+from kvtier.kernels.clustering import balanced_order, balanced_ordering, to_end
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
@@ -153,19 +153,14 @@ def test_the_same_whatever_else_is_asked_and_by_how_many_threads(
 ) -> None:
     keys = texture(9, 300, 64, 3)
     whole = balanced_order(keys)
-    clusters = capped_clusters(keys)
     for one in range(9):
         assert torch.equal(balanced_order(keys[one : one + 1]), whole[one : one + 1])
-        for got, want in zip(capped_clusters(keys[one : one + 1]), clusters, strict=True):
-            assert torch.equal(got, want[one : one + 1])
     assert torch.equal(balanced_order(keys[[8, 2, 5]]), whole[[8, 2, 5]])
     torch.set_num_threads(3)
     assert torch.equal(balanced_order(keys), whole)
-    assert torch.equal(capped_clusters(keys)[0], clusters[0])
     torch.set_num_threads(1)
     monkeypatch.setattr(clustering, "_ELEMENTS_AT_ONCE", 1)
     assert torch.equal(balanced_order(keys), whole)
-    assert torch.equal(capped_clusters(keys)[0], clusters[0])
 
 
 def test_is_not_drawn_from_a_global_state() -> None:
@@ -196,7 +191,6 @@ def test_a_token_far_out_leaves_the_others_their_order() -> None:
 def test_keys_that_are_all_the_same() -> None:
     for keys in (torch.zeros(2, 512, 8), torch.full((2, 100, 8), 3.4e38), torch.ones(1, 33, 1)):
         assert_permutations(balanced_order(keys), keys)
-        assert_permutations(capped_clusters(keys)[0], keys)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -207,71 +201,38 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 def test_no_sets() -> None:
     assert balanced_order(torch.zeros(0, 40, 8)).shape == (0, 40)
-    assert [each.shape[0] for each in capped_clusters(torch.zeros(0, 40, 8))] == [0, 0]
 
 
-# ---- capped_clusters -------------------------------------------------------------------------
+def test_steps_are_many_and_lead_to_the_same_order() -> None:
+    keys = texture(8, 512, 64, 4)
+    count = 0
+
+    def counting() -> Generator[None, None, Tensor]:
+        nonlocal count
+        steps = balanced_ordering(keys)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                order: Tensor = end.value
+                return order
+            count += 1
+            yield
+
+    assert torch.equal(to_end(counting()), balanced_order(keys))
+    # Three to each level of the tree, which has at least five, and those of the exchange.
+    assert 15 < count < 80
 
 
-@pytest.mark.parametrize("tokens", COUNTS)
-def test_clusters_cover_all_tokens_within_the_cap(tokens: int) -> None:
-    keys = texture(3, tokens, 24, tokens)
-    order, sizes = capped_clusters(keys)
-    assert_permutations(order, keys)
-    assert sizes.dtype == torch.int64
-    assert sizes.sum(1).tolist() == [tokens] * 3
-    assert int(sizes.max()) <= 32
-    # Behind the first 0 there are only zeros.
-    assert torch.equal(sizes > 0, (sizes > 0).to(torch.int8).cummin(1).values.bool())
-
-
-def test_clusters_are_closer_than_runs_of_positions_and_keep_their_order() -> None:
-    keys = texture(2, 512, 32, 7)
-    order, sizes = capped_clusters(keys)
-    spread = 0.0
-    for one, each, of_set in zip(keys, order, sizes, strict=True):
-        for tokens in each.split(of_set[of_set > 0].tolist()):
-            assert bool((tokens.diff() > 0).all())
-            spread += float((one[tokens] - one[tokens].mean(0)).square().sum())
-    assert spread < 0.7 * within_pages(keys, torch.arange(512).expand(2, -1))
-
-
-def test_a_large_group_is_split_evenly() -> None:
-    keys = torch.zeros(1, 100, 4)
-    keys[0, 90:] = 10.0
-    order, sizes = capped_clusters(keys)
-    assert sorted(sizes[sizes > 0].tolist()) == [10, 30, 30, 30]
-    assert_permutations(order, keys)
-
-
-# ---- shared_keys and refusals ----------------------------------------------------------------
-
-
-def test_shared_keys_are_centred_and_of_equal_weight() -> None:
-    keys = torch.randn(3, 50, 8, generator=torch.Generator().manual_seed(8))
-    keys[1] = keys[1] * 100 + 1000
-    keys[2] = 7.0
-    got = shared_keys(keys)
-    assert got.shape == (1, 50, 24)
-    assert got.dtype == torch.float32
-    heads = got[0].view(50, 3, 8)
-    assert torch.allclose(heads.mean(0), torch.zeros(3, 8), atol=1e-5)
-    assert torch.allclose(heads.square().mean((0, 2)), torch.tensor([1.0, 1.0, 0.0]), atol=1e-4)
-    assert torch.allclose(heads[:, 0], (keys[0] - keys[0].mean(0)) / heads_spread(keys[0]))
-    assert_permutations(balanced_order(got), got)
-
-
-def heads_spread(keys: Tensor) -> Tensor:
-    return (keys - keys.mean(0)).square().mean().sqrt()
+# ---- refusals --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
 def test_refuses_keys_that_are_not_finite(wrong: float) -> None:
     keys = torch.zeros(2, 20, 4)
     keys[1, 3, 2] = wrong
-    for refusing in (balanced_order, capped_clusters, shared_keys):
-        with pytest.raises(ConfigError, match="finite"):
-            refusing(keys)
+    with pytest.raises(ConfigError, match="finite"):
+        balanced_order(keys)
     with pytest.raises(ConfigError, match="finite"):
         balanced_order(torch.full((1, 2, 3), 1e300, dtype=torch.float64))
 
@@ -286,11 +247,7 @@ def test_refuses_what_does_not_fit() -> None:
         (torch.zeros(1, 1, 16385), "width 16385"),
     ]
     for keys, what in wrong:
-        for refusing in (balanced_order, capped_clusters, shared_keys):
-            with pytest.raises(ConfigError, match=what):
-                refusing(keys)
+        with pytest.raises(ConfigError, match=what):
+            balanced_order(keys)
     with pytest.raises(ConfigError, match="page_tokens"):
         balanced_order(torch.zeros(1, 3, 4), 0)
-    for mean, cap in ((0, 4), (5, 4)):
-        with pytest.raises(ConfigError, match="mean"):
-            capped_clusters(torch.zeros(1, 3, 4), mean, cap)

@@ -12,8 +12,14 @@ from kvtier.kernels.digests import LayerDigests, page_digests
 from kvtier.kernels.page_mass import page_mass
 from kvtier.kernels.paged_attention import merge
 from kvtier.kernels.running import Partial
-from kvtier.kernels.selection import group_mass, page_lists, top_pages, unread_partial
-from kvtier.kernels.sketch import coordinate_weights
+from kvtier.kernels.selection import (
+    PageShares,
+    group_mass,
+    page_lists,
+    page_shares,
+    top_pages,
+    unread_partial,
+)
 from kvtier.kernels.workspace import Workspace
 from tests.digest_cases import SEEDS, Context, clustered, everything, exact
 
@@ -87,12 +93,12 @@ def test_equal_pages_are_taken_by_their_index() -> None:
 
 def test_group_mass() -> None:
     log_mass = torch.randn(6, 9) * 3 + torch.tensor([[500.0], [0], [-500], [1], [2], [3]])
-    got = group_mass(log_mass, 3)
+    got = group_mass(page_shares(log_mass), 3)
     shifted = log_mass.double().numpy()
     shifted = np.exp(shifted - shifted.max(1, keepdims=True))
     want = (shifted / shifted.sum(1, keepdims=True)).reshape(2, 3, 9).sum(1)
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-30)
-    assert group_mass(torch.empty(6, 0), 3).shape == (2, 0)
+    assert group_mass(page_shares(torch.empty(6, 0)), 3).shape == (2, 0)
 
 
 @pytest.mark.parametrize("pages", [0, 1, 40])
@@ -119,7 +125,7 @@ def test_unread_pages_are_one_token_each(seed: int, as_int8: bool) -> None:
         values = (values * 40).to(torch.int8)
         factors = torch.rand((2, 30), generator=generator)
     unread = torch.rand((2, 30), generator=generator) < 0.6
-    got = unread_partial(log_mass, values, factors, unread, Workspace())
+    got = unread_partial(page_shares(log_mass), values, factors, unread, Workspace())
     means = values.double() if factors is None else values * factors.double().unsqueeze(2)
     for head in range(6):
         seen = unread[head // 3]
@@ -132,7 +138,7 @@ def test_unread_pages_are_one_token_each(seed: int, as_int8: bool) -> None:
 @pytest.mark.parametrize("pages", [0, 5])
 def test_nothing_unread_is_nothing(pages: int) -> None:
     got = unread_partial(
-        torch.zeros(4, pages),
+        page_shares(torch.zeros(4, pages)),
         torch.ones(2, pages, 8),
         None,
         torch.zeros((2, pages), dtype=torch.bool),
@@ -146,11 +152,10 @@ def test_nothing_unread_is_nothing(pages: int) -> None:
 
 def error(context: Context, refined: float, estimate: bool, share: float = 0.125) -> float:
     """Of the output, relative, when a share of the bytes is read."""
-    weights = coordinate_weights(context.keys)
     digests, workspace = LayerDigests(2, (64, 64), (3, 0)), Workspace()
     for first in range(0, context.keys.shape[1], 512):
         part = slice(first, first + 512)
-        digests.add(page_digests(context.keys[:, part], context.values[:, part], 3, 0, weights))
+        digests.add(page_digests(context.keys[:, part], context.values[:, part], 3, 0))
     masses = page_mass(
         context.query, digests, scale=context.scale, workspace=workspace, refined=refined
     )
@@ -158,11 +163,13 @@ def error(context: Context, refined: float, estimate: bool, share: float = 0.125
     always = torch.zeros(digests.pages, dtype=torch.bool)
     always[0] = always[-4:] = True
     budget = int(share * digests.pages) * 4096
-    chosen = top_pages(group_mass(masses, context.group), sizes, budget, always)
+    chosen = top_pages(group_mass(page_shares(masses), context.group), sizes, budget, always)
     found = exact(context, chosen)
     if estimate:
         means, factors = digests.array("value_means"), digests.array("value_factors")
-        found = merge([found, unread_partial(masses, means, factors, ~chosen, workspace)])
+        found = merge(
+            [found, unread_partial(page_shares(masses), means, factors, ~chosen, workspace)]
+        )
     full = exact(context, everything(context))
     return float((found.out - full.out).norm() / full.out.norm())
 
@@ -203,8 +210,8 @@ def test_wrong_arguments_of_top_pages(change: dict[str, object], name: str) -> N
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"log_mass": torch.zeros(3, 5)}, "log_mass"),
-        ({"log_mass": torch.zeros(4, 6)}, "log_mass"),
+        ({"shares": PageShares(torch.zeros(3, 5), torch.zeros(3))}, "shares"),
+        ({"shares": PageShares(torch.zeros(4, 6), torch.zeros(4))}, "shares"),
         ({"value_means": torch.zeros(2, 6, 8)}, "value_means"),
         ({"value_factors": torch.zeros(2, 6)}, "value_factors"),
         ({"unread": torch.zeros(2, 5)}, "unread"),
@@ -212,7 +219,7 @@ def test_wrong_arguments_of_top_pages(change: dict[str, object], name: str) -> N
 )
 def test_wrong_arguments_of_unread_partial(change: dict[str, object], name: str) -> None:
     arguments: dict[str, object] = {
-        "log_mass": torch.zeros(4, 5),
+        "shares": page_shares(torch.zeros(4, 5)),
         "value_means": torch.zeros(2, 5, 8),
         "value_factors": None,
         "unread": torch.zeros((2, 5), dtype=torch.bool),
@@ -224,6 +231,8 @@ def test_wrong_arguments_of_unread_partial(change: dict[str, object], name: str)
 
 def test_wrong_arguments_of_the_others() -> None:
     with pytest.raises(ConfigError, match="group"):
-        group_mass(torch.zeros(4, 5), 3)
+        group_mass(page_shares(torch.zeros(4, 5)), 3)
+    with pytest.raises(ConfigError, match="log_mass"):
+        page_shares(torch.zeros(5))
     with pytest.raises(ConfigError, match="chosen"):
         page_lists(torch.zeros(2, 5))

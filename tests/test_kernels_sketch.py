@@ -13,7 +13,6 @@ from kvtier.kernels.rotation import rotated_width, rotation
 from kvtier.kernels.sketch import (
     STEPS,
     Sketch,
-    coordinate_weights,
     level_statistics,
     sketch_keys,
     sketch_scores,
@@ -175,30 +174,6 @@ def test_debiased_exponentials_are_right_on_average(
     assert log_ratios[False][0] > raw
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_weights_quiet_coordinates_where_queries_are_large_and_keys_alike(seed: int) -> None:
-    context = gaussian(seed, tokens=256)
-    context.keys[:, :, :3] *= 0.05
-    context.query[:, :3] *= 40
-    off = {}
-    for name, weights in (
-        ("none", None),
-        ("keys", coordinate_weights(context.keys)),
-        ("queries", coordinate_weights(context.keys, context.query.unsqueeze(1))),
-    ):
-        sketch = sketch_keys(context.keys, context.keys.mean(1), 3, 0, weights)
-        scores = sketch_scores(
-            context.query, sketch, scale=context.scale, workspace=Workspace(), debias=False
-        )
-        off[name] = np.square(scores.numpy() - numpy_scores(context)).mean()
-    assert off["keys"] < off["none"] / 10
-    assert off["queries"] < off["none"] / 10
-
-
-def test_weights_of_equal_keys_are_one() -> None:
-    assert torch.equal(coordinate_weights(torch.ones(2, 5, 8)), torch.ones(2, 8))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_keys_of_16_bits(dtype: torch.dtype) -> None:
     context = gaussian(0)
@@ -242,8 +217,6 @@ def test_bytes() -> None:
         ({"keys": torch.zeros((2, 4, 8), dtype=torch.int32)}, "keys"),
         ({"keys": torch.full((2, 4, 8), math.nan)}, "keys"),
         ({"centre": torch.zeros(2, 9)}, "centre"),
-        ({"weights": torch.ones(2, 9)}, "weights"),
-        ({"weights": torch.zeros(2, 8)}, "weights"),
     ],
 )
 def test_wrong_keys(change: dict[str, object], name: str) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import ConfigError
-from kvtier.kernels.clustering import balanced_order
+from kvtier.kernels.clustering import balanced_order, to_end
 from kvtier.kernels.rotary import Rotary
+from kvtier.tiering import clusterer
 from kvtier.tiering.clusterer import ByKeys, ByPosition, UnitKeys
 from kvtier.tiering.geometry import Geometry, LayerGeometry
 from kvtier.tiering.page_layout import Order
@@ -109,6 +110,44 @@ def test_units_that_come_together_get_what_they_would_get_alone() -> None:
         (alone,) = placement.orders([unit])
         assert alone is not None
         assert (alone == order).all()
+
+
+@pytest.mark.parametrize("elements", [1, 2 * 512 * WIDTH, 1 << 30])
+def test_steps_make_the_same_orders(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    """However many units are ordered together, of whichever shapes."""
+    monkeypatch.setattr(clusterer, "STEP_ELEMENTS", elements)
+    placement = ByKeys(GEOMETRY, [HALF, PARTIAL, None, None])
+    units = [
+        UnitKeys(layer, start, blobs(GEOMETRY.layers[layer].kv_heads, tokens, at)[0])
+        for at, (layer, start, tokens) in enumerate(
+            [(0, 512, 512), (3, 512, 512), (1, 0, 512), (2, 512, 512), (0, 512, 16), (1, 512, 90)]
+        )
+    ]
+    units[2].keys[1, 30] = torch.inf
+    asked: list[int] = []
+
+    def lazily() -> Iterator[UnitKeys]:
+        for number, unit in enumerate(units):
+            asked.append(number)
+            yield unit
+
+    steps = placement.ordering(lazily())
+    next(steps)
+    assert asked == [0]
+    found = to_end(steps)
+    together = placement.orders(units)
+    for number, order in enumerate(together):
+        if order is None:
+            assert number not in found
+        else:
+            assert np.array_equal(found[number], order)
+    assert sorted(found) == [0, 3, 5]
+
+
+def test_a_placement_without_steps_takes_one() -> None:
+    units = [UnitKeys(0, 512, blobs(2, 64, 1)[0])] * 2
+    assert not ByPosition().in_steps
+    assert to_end(ByPosition().ordering(units)) == {}
 
 
 def test_every_head_has_an_order_of_its_own() -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvtier.errors import FormatError, KvtierError
-from kvtier.tiering.findings import PADDING, RECORD
+from kvtier.tiering.config import PlacementName
+from kvtier.tiering.findings import DIGESTS, PADDING, RECORD
 from kvtier.tiering.listing import describe
 from kvtier.tiering.verifier import verify
 from tests.corruption_cases import HOT, FilledStore
@@ -23,11 +24,17 @@ WHOLE_EVERY = 100
 MEMORY = Path("/dev/shm")
 
 
-@pytest.fixture(scope="module")
-def full() -> Iterator[FilledStore]:
+@contextlib.contextmanager
+def a_filled_store(placement: PlacementName) -> Iterator[FilledStore]:
     # Thousands of catalogs are copied and opened: in memory, that is a matter of seconds.
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as home:
-        yield FilledStore(Path(home))
+        yield FilledStore(Path(home), placement)
+
+
+@pytest.fixture(scope="module")
+def full() -> Iterator[FilledStore]:
+    with a_filled_store("position") as found:
+        yield found
 
 
 @pytest.fixture
@@ -48,7 +55,7 @@ def change_one_place(filled: FilledStore, random: np.random.Generator) -> set[st
         name = lost or next(iter(filled.saved))
         with filled.open() as store:
             length = filled.resumed(store, name)
-            spared = lost is None or kinds == {PADDING}
+            spared = lost is None or kinds <= {PADDING, DIGESTS}
             assert (length == len(filled.saved[name])) == spared
             assert store.stats().damaged_extents == (0 if spared else 1)
     finally:
@@ -91,6 +98,16 @@ def test_every_changed_bit_or_block_is_found_and_never_served(
     filled: FilledStore, seed: int
 ) -> None:
     change_many_places(filled, seed, 100)
+
+
+def test_every_change_is_found_where_extents_have_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_filled_store("keys") as filled:
+        filled.attach(monkeypatch)
+        random, kinds = np.random.default_rng(4), set[str]()
+        for _ in range(100):
+            kinds |= change_one_place(filled, random)
+        assert kinds >= {"header", "page", PADDING, DIGESTS}
+        assert verify(filled.home / "pristine").ok, "everything was changed back"
 
 
 @pytest.mark.slow

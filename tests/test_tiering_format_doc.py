@@ -13,16 +13,25 @@ import pytest
 from kvtier.io import catalog, catalog_schema, superblock
 from kvtier.io.alignment import GRID_BYTES
 from kvtier.tiering import (
+    digest_section,
     extent_format,
     rebuild_finds,
     record_format,
     slab_format,
     slab_limits,
     store_files,
+    stored_digests,
 )
 from kvtier.tiering.chain import TOKEN_MAX
-from kvtier.tiering.extent_format import DIRECTORY_ENTRY, HEADER, HEADER_BYTES, ExtentIdentity
-from kvtier.tiering.geometry import PAGE_TOKENS, SEGMENT_TOKENS
+from kvtier.tiering.digest_section import HEAD, HEAD_BYTES, DigestHead
+from kvtier.tiering.extent_format import (
+    DIRECTORY_ENTRY,
+    HEADER,
+    HEADER_BYTES,
+    DigestSection,
+    ExtentIdentity,
+)
+from kvtier.tiering.geometry import PAGE_TOKENS, SEGMENT_TOKENS, LayerGeometry
 from kvtier.tiering.record_format import Record
 from tests import golden_cases
 
@@ -104,6 +113,9 @@ def test_header_fields_lie_where_the_table_says(case: golden_cases.Case) -> None
     values |= {
         "magic": b"KVTIEREX",
         "version": 1,
+        "digest_bytes": 0,
+        "digest_bits": 0,
+        "digest_seed": 0,
         "kv_heads": header.geometry.kv_heads,
         "key_width": header.geometry.key_width,
         "value_width": header.geometry.value_width,
@@ -134,6 +146,41 @@ def test_every_compared_field_is_listed() -> None:
     listed = re.search(r"must lie here: ([\w, ]+)\.", text)
     assert listed is not None
     assert set(listed[1].split(", ")) == set(ExtentIdentity.__slots__)
+
+
+def test_digest_tables_are_the_struct_and_the_arrays() -> None:
+    table = rows("Digests")
+    assert [size for _, size, _ in table] == [8, 4, 4, 2, 1, 1, 4]
+    assert [offset for offset, *_ in table] == [0, 8, 12, 16, 18, 19, 20]
+    assert sum(size for _, size, _ in table) == HEAD_BYTES == HEAD.size
+    block = np.zeros(60, np.uint8)
+    block[HEAD_BYTES:] = 7
+    digest_section.seal(block, DigestHead(DigestSection(60, 3, 9), 5, 500), 77)
+    checksum = extent_format.checksum(block[8:], 77)
+    values = {"digest_bytes": 60, "layer": 5, "token_count": 500, "digest_bits": 3,
+              "digest_seed": 9, "zero": 0, "checksum": checksum}  # fmt: skip
+    assert {name for *_, name in table} == set(values)
+    for offset, size, name in table:
+        assert int.from_bytes(block[offset : offset + size].tobytes(), "little") == values[name]
+
+
+@pytest.mark.parametrize("bits", [None, 3])
+def test_arrays_of_digests_lie_as_the_table_lists_them(bits: int | None) -> None:
+    listed = re.findall(
+        r"^\| (\w+) \| (\w+) \| ([\w, /]+) \| (yes)? ?\|$", section("Digests"), re.M
+    )
+    shape, end = LayerGeometry(2, 80, 24), HEAD_BYTES
+    sizes = {"bits": bits, "kv_heads": 2, "pages": 3, "width / 4": 20, "key_width": 80,
+             "value_width": 24, "16": 16}  # fmt: skip
+    arrays = stored_digests.arrays_of(shape, 40, bits)
+    assert list(arrays) == [name for name, *_, only in listed if bits is not None or not only]
+    for name, dtype, dims, _ in listed:
+        if name in arrays:
+            array = arrays[name]
+            assert str(array.dtype) == f"torch.{dtype}"
+            assert list(array.shape) == [sizes[each] for each in dims.split(", ")]
+            assert array.start == end
+            end += array.nbytes
 
 
 def test_record_fields_lie_where_the_table_says() -> None:
@@ -244,7 +291,8 @@ def test_catalog_tables_are_the_schema() -> None:
 @pytest.mark.parametrize(
     ("stated", "actual"),
     [
-        ("format version 1 ", extent_format.FORMAT_VERSION == superblock.FORMAT_VERSION == 1),
+        ("format version 1 byte", extent_format.PLAIN_VERSION == superblock.FORMAT_VERSION == 1),
+        ("and version 2 of Extents", extent_format.FORMAT_VERSION == 2),
         ("`user_version` is 2.", catalog_schema.CATALOG_VERSION == 2),
         ('0x4B565443 ("KVTC")', int.from_bytes(b"KVTC", "big") == catalog._APPLICATION_ID),
         ("layout_version: 1\n", store_files.LAYOUT_VERSION == 1),

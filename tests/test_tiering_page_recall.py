@@ -56,13 +56,14 @@ def test_bytes_are_what_was_appended(tmp_path: Path, geometry: Geometry, engine:
 
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_a_layer_as_a_whole(tmp_path: Path, geometry: Geometry) -> None:
-    """Neighbours are one request, across heads; short last Pages lie in Frames like others."""
+    """Neighbours are one request, across heads, and where only a header lies between them; short
+    last Pages lie in Frames like others."""
     kv = stored(tmp_path, geometry)
     with opened(tmp_path, kv, Config(None, "16MiB")) as case:
         for layer in range(len(geometry.layers)):
             before = case.recall.counters.reads
             case.recalled(layer, case.all_of(layer))
-            assert case.recall.counters.reads - before == len(case.segments)
+            assert 0 < case.recall.counters.reads - before <= len(case.segments)
         wanted = len(case.segments), case.recall.counters
         assert wanted[1].bytes_read < 1.3 * wanted[1].bytes_wanted
         case.released(tmp_path)
@@ -94,8 +95,11 @@ def test_what_is_there_is_not_read_again(tmp_path: Path) -> None:
         case.released(tmp_path)
 
 
-def test_holes_are_read_along_as_far_as_that_pays(tmp_path: Path) -> None:
+def test_holes_are_read_along_as_far_as_that_pays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kv = stored(tmp_path, BLOCKS)
+    monkeypatch.setattr("kvtier.tiering.page_recall.HOLE_BYTES", 0)
     with opened(tmp_path, kv, Config(None, "8MiB")) as case:
         every = case.all_of(0, case.segments[:1]).some(slice(0, 32))
         holed = every.some(np.isin(every.pages, [3, 9, 10, 20, 30], invert=True))
@@ -113,6 +117,12 @@ def test_holes_are_read_along_as_far_as_that_pays(tmp_path: Path) -> None:
         case.recalled(0, every.some(slice(0, 32, 2)))
         assert counters.reads == 16 - int(0.3 * 16)
         assert counters.bytes_read <= 1.3 * counters.bytes_wanted
+        # Small ones are read along whatever was measured.
+        case.cache.forget(case.segments[0].slot)
+        counters.reads = case.store._extents.device.merge_gap_bytes = 0
+        monkeypatch.setattr("kvtier.tiering.page_recall.HOLE_BYTES", 4096)
+        case.recalled(0, holed)
+        assert counters.reads == 2
         case.released(tmp_path)
 
 

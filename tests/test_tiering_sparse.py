@@ -198,6 +198,25 @@ def test_tokens_beyond_a_view_take_no_part(tmp_path: Path) -> None:
             assert np.abs(out.double().numpy() - wanted).max() < TOLERANCE["float32"]
 
 
+@pytest.mark.parametrize("kept", [500, 700, 1020])
+def test_a_cut_leaves_a_budget_what_it_is(kept: int, tmp_path: Path) -> None:
+    """Pages that a view cuts are read, and those that it does not go by the budget as ever."""
+    kv, tokens = KV(WIDE), some_tokens(1024, 5)
+    stream = tokens[:kept] + some_tokens(80, 6)
+    with open_store(tmp_path, WIDE, Config("64MiB", hot="16MiB")) as store:
+        put(store, kv, "a", tokens)
+        sequence = store.resume(stream)
+        extend(store, kv, sequence, stream)
+        chosen = []
+        for budget in (0.125, 0.25, 0.5):
+            before = store.stats().pages_chosen
+            store.attend(sequence, 1, a_query(kv, 1, 1, 9), budget=budget)
+            chosen.append(store.stats().pages_chosen - before)
+        whole, heads = -(-kept // 512) * 32, 2
+        beyond = whole - kept // 16
+        assert chosen == [heads * (round(share * whole) + beyond) for share in (0.125, 0.25, 0.5)]
+
+
 def test_digests_follow_a_sequence_that_grows_and_is_cropped(tmp_path: Path) -> None:
     kv, tokens = KV(WIDE), some_tokens(1700, 7)
     other = tokens[:900] + some_tokens(700, 8)
@@ -243,7 +262,7 @@ def test_what_is_written_anew_is_digested_anew(tmp_path: Path) -> None:
         before = [view.segment.digests[0] for view in sequence.views]
         orders = [view.segment.orders[0] for view in sequence.views]
         store._files.region.device.failed_flushes += 1
-        store._writer.write_out(sequence)
+        store._writer.sealer.write_out(sequence)
         for view, order in zip(sequence.views, orders, strict=True):
             assert not np.array_equal(view.segment.orders[0], order)  # type: ignore[arg-type]
         for theme in range(6):

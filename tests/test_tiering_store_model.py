@@ -20,6 +20,7 @@ from tests.store_cases import (
     PLAIN,
     VOCABULARY,
     Shuffled,
+    ShuffledInSteps,
     check_attend,
     check_bytes,
     check_everywhere,
@@ -139,17 +140,18 @@ class Walk:
             )
 
 
-@pytest.mark.parametrize("placed", ["position order", "shuffled"])
+@pytest.mark.parametrize("placed", ["position order", "shuffled", "in steps"])
 @pytest.mark.parametrize("shape", GEOMETRIES)
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_random_walk_is_exact(tmp_path: Path, shape: str, placed: str, turn: int) -> None:
     geometry = GEOMETRIES[shape]
-    seed = 4 * list(GEOMETRIES).index(shape) + 2 * (placed == "shuffled") + turn
+    seed = 4 * list(GEOMETRIES).index(shape) + 2 * (placed != "position order") + turn
     minimum = hot_bytes_min(geometry)
     hot = (minimum, 2 * minimum + 4096, 64 * MIB)[seed % 3]
     host = (0, minimum, 3 * minimum)[(seed // 3) % 3]
     engine: Engine = "threads" if seed % 4 == 1 else "auto"
-    placement = Shuffled(seed) if placed == "shuffled" else None
+    kinds = {"shuffled": Shuffled, "in steps": ShuffledInSteps}
+    placement = kinds[placed](seed) if placed in kinds else None
     config = Config("64MiB", hot=hot, host=host, engine=engine)
     random = np.random.default_rng(seed)
     Walk(tmp_path / "store", KV(geometry), config, placement, random).run()

@@ -24,9 +24,8 @@ from kvtier.tiering.segment import Segment, SegmentView
 RECENT_TOKENS = 64
 """The last tokens, always read; mostly they are in the Tail."""
 
-DigestOf = Callable[[Segment, int, PageDigests | None], PageDigests]
-"""The digests of one layer of a Segment, its Pages as they lie in Frames, and weighted like those
-of the first Segment of the context, if that is another one."""
+DigestOf = Callable[[Segment, int], PageDigests]
+"""The digests of one layer of a Segment, its Pages as they lie in Frames."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,9 +34,10 @@ class DigestedViews:
 
     slots, numbers: int64 [columns], of each column its Segment's slot and the Page's number there.
     shown: bool [heads, columns, 16], the slots that count; None: all of every column. always:
-    bool [heads, columns]. recent: bool [heads, columns], Pages with one of the last 64 tokens.
-    made_of: the digests of each view. page_bytes: int64 [columns]. wanted: heads and columns of the
-    last choice, for reading ahead.
+    bool [heads, columns]. cut: bool [heads, columns], those of them with a token that the Sequence
+    does not have. recent: bool [heads, columns], Pages with one of the last 64 tokens.
+    made_of: the digests of each view. page_bytes: int64 [columns]. nbytes: of all columns of a
+    head. wanted: slots, heads and numbers of the last choice, for reading ahead.
     """
 
     views: tuple[SegmentView, ...]
@@ -47,11 +47,18 @@ class DigestedViews:
     numbers: Int64Array
     shown: torch.Tensor | None
     always: torch.Tensor
+    cut: torch.Tensor
     recent: torch.Tensor
     page_bytes: torch.Tensor
-    wanted: tuple[Int64Array, Int64Array] | None = None
+    nbytes: int = 0
+    wanted: tuple[Int64Array, Int64Array, Int64Array] | None = None
     moves: int = 0
     """SparseReader's count when it was made."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its digests."""
+        return self.digests.held_bytes
 
     @property
     def tokens(self) -> int:
@@ -72,8 +79,7 @@ def digested(
     """
     shape = geometry.layers[layer]
     # What may fail comes first. It also tells the orders of units that were not read before.
-    first = digest_of(views[0].segment, layer, None)
-    made_of = [first, *(digest_of(view.segment, layer, first) for view in views[1:])]
+    made_of = [digest_of(view.segment, layer) for view in views]
     same = 0
     if known is None:
         digests = LayerDigests(shape.kv_heads, (shape.key_width, shape.value_width), sketch)
@@ -91,9 +97,9 @@ def digested(
     end = views[-1].end
     held = positions >= 0
     always = (held & (positions < SINK_TOKENS)).any(2)
-    cut = np.repeat([view.limit < view.segment.token_count for view in views], counts)
     shown = None if held.all() else torch.from_numpy(held)
     tokens = np.concatenate([_tokens_of_pages(view.segment.token_count) for view in views])
+    cut = held.sum(2) < tokens
     return DigestedViews(
         views=views,
         made_of=made_of,
@@ -102,8 +108,10 @@ def digested(
         numbers=np.concatenate([np.arange(count) for count in counts]).astype(np.int64),
         shown=shown,
         always=torch.from_numpy(always | cut),
+        cut=torch.from_numpy(cut),
         recent=torch.from_numpy((positions >= end - RECENT_TOKENS).any(2)),
         page_bytes=torch.from_numpy(tokens * geometry.row_bytes(layer)),
+        nbytes=int(tokens.sum()) * geometry.row_bytes(layer),
     )
 
 

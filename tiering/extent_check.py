@@ -22,10 +22,11 @@ from kvtier.io.device import Buffers, ByteArray, Device, Int64Array, Priority
 from kvtier.io.drives import MissingDrive
 from kvtier.io.extent import Extent
 from kvtier.io.superblock import DATA_START, SUPERBLOCK_BYTES, copy_offsets
-from kvtier.tiering import extent_format, record_format
+from kvtier.tiering import digest_section, extent_format, record_format
 from kvtier.tiering.catalog_rows import extents_of
+from kvtier.tiering.digest_section import DigestHead
 from kvtier.tiering.extent_format import ExtentHeader, ExtentIdentity
-from kvtier.tiering.findings import MEDIA, PADDING, RECORD, Finding, Report, place
+from kvtier.tiering.findings import DIGESTS, MEDIA, PADDING, RECORD, Finding, Report, place
 from kvtier.tiering.geometry import ITEM_BYTES
 from kvtier.tiering.page_layout import PageLayout
 from kvtier.tiering.record_format import Record
@@ -135,9 +136,12 @@ class ExtentChecker:
         if header.tokens is not None and header.tokens.tobytes() != tokens:
             yield "tokens", "its tokens are not those of the catalog"
         yield from self._payload_findings(block, header)
-        behind = header.header_bytes + header.payload_bytes
-        if block[behind:].any():
-            yield PADDING, self.not_zeros(block, behind, identity.device_offset)
+        yield from self._digest_findings(block, header)
+        payload_end = header.header_bytes + header.payload_bytes
+        digests_end = header.digests_at + header.digests.nbytes
+        for start, end in ((payload_end, header.digests_at), (digests_end, block.size)):
+            if block[start:end].any():
+                yield PADDING, self.not_zeros(block[:end], start, identity.device_offset)
 
     def _payload_findings(self, block: ByteArray, header: ExtentHeader) -> Iterator[Found]:
         payload = block[header.header_bytes :][: header.payload_bytes]
@@ -149,6 +153,18 @@ class ExtentChecker:
             yield "page", f"pages {pages} of {len(header.directory)} are damaged"
         elif extent_format.checksum(payload, generation) != header.payload_checksum:
             yield "extent", "its payload is damaged"
+
+    def _digest_findings(self, block: ByteArray, header: ExtentHeader) -> Iterator[Found]:
+        if not header.digests.nbytes:
+            return
+        section, identity = block[header.digests_at :], header.identity
+        try:
+            found = digest_section.parse(section, identity.generation, HERE)
+        except FormatError as error:
+            yield DIGESTS, without_place(error, HERE)
+            return
+        if found != DigestHead(header.digests, identity.layer, identity.token_count):
+            yield DIGESTS, "its digests are not what its header says"
 
     def check_record(self, extent: Extent, expected: Record, whose: str) -> list[Finding]:
         """Whether a record lies where the catalog says, and repeats what the catalog says.

@@ -1,11 +1,12 @@
-"""The bytes of an Extent: header, page directory, tokens, payload (`docs/format.md`).
+"""The bytes of an Extent: header, page directory, tokens, payload, digests (`docs/format.md`).
 
 Invariants:
 - A header is self-describing and covered by one checksum; it names its store, its Segment, its
   layer and the device offset where it was written, so a stale, misdirected or foreign block is
   recognised whatever its own checksum says.
 - Page checksums are seeded with the Segment's generation: bytes of another Segment fail them.
-- Header, directory and tokens fill whole grid blocks; the payload begins on the grid.
+- Header, directory and tokens fill whole grid blocks; the payload begins on the grid, and so do
+  the digests behind it.
 - `parse_header` bounds every size before it is used.
 """
 
@@ -25,12 +26,17 @@ from kvtier.tiering.fingerprint import PROVENANCE_BYTES
 from kvtier.tiering.geometry import PAGE_TOKENS, SEGMENT_TOKENS, Geometry, LayerGeometry, pages_of
 
 MAGIC = b"KVTIEREX"
-FORMAT_VERSION = 1
-HEADER = struct.Struct("<8sII16s32s16s16sQQQQQQIIIIIHHIIII56sQQ")
+PLAIN_VERSION = 1
+"""Of Extents without digests: they are as they were before there were any."""
+FORMAT_VERSION = 2
+"""Of Extents with digests."""
+HEADER = struct.Struct("<8sII16s32s16s16sQQQIIQQIIIIIHHIIIHBB56sQQ")
 HEADER_BYTES = 256
 assert HEADER.size == HEADER_BYTES
 CHECKSUM_AT = HEADER_BYTES - 8
 _PAYLOAD_CHECKSUM_AT = 128
+_DIGEST_FIELDS = ((124, "<I"), (182, "<B"), (183, "<B"))
+DIGEST_BITS = (0, 2, 3, 4)
 
 DIRECTORY_ENTRY = np.dtype(
     [
@@ -72,6 +78,21 @@ class ExtentIdentity:
 
 
 @dataclass(frozen=True, slots=True)
+class DigestSection:
+    """The digests behind the payload: their bytes, without padding, and of what kind they are.
+
+    bits: of each element of a key's sketch; 0: means alone. seed: of the sketch's rotation.
+    """
+
+    nbytes: int = 0
+    bits: int = 0
+    seed: int = 0
+
+
+NO_DIGESTS = DigestSection()
+
+
+@dataclass(frozen=True, slots=True)
 class ExtentHeader:
     """A parsed and checked header with its directory and, in layer 0, the Segment's tokens."""
 
@@ -84,6 +105,12 @@ class ExtentHeader:
     payload_checksum: int
     directory: Directory
     tokens: Tokens | None
+    digests: DigestSection
+
+    @property
+    def digests_at(self) -> int:
+        """Where the digests begin, or would, in bytes of the Extent."""
+        return self.header_bytes + align_up(self.payload_bytes, GRID_BYTES)
 
 
 def header_bytes(geometry: Geometry, layer: int, token_count: int) -> int:
@@ -94,7 +121,7 @@ def header_bytes(geometry: Geometry, layer: int, token_count: int) -> int:
 
 
 def extent_bytes(geometry: Geometry, layer: int, token_count: int) -> int:
-    """Bytes of an Extent of raw pages, on the grid."""
+    """Bytes of an Extent of raw pages, on the grid, without digests: what a restore reads."""
     payload = geometry.payload_bytes(layer, token_count)
     return header_bytes(geometry, layer, token_count) + align_up(payload, GRID_BYTES)
 
@@ -155,6 +182,8 @@ def write_header(
     directory: Directory,
     payload_checksum: int,
     tokens: Tokens,
+    *,
+    digests: DigestSection = NO_DIGESTS,
 ) -> None:
     """Fill `target`, exactly the header's grid blocks, with the header of one Extent."""
     layer = geometry.layers[identity.layer]
@@ -165,7 +194,10 @@ def write_header(
     assert len(directory) == layer.kv_heads * pages_of(identity.token_count)
     target[:] = 0
     target[:HEADER_BYTES] = np.frombuffer(
-        _packed(identity, geometry, (target.size, len(directory), len(stored)), payload_checksum),
+        _packed(
+            *(identity, geometry, (target.size, len(directory), len(stored))),
+            *(payload_checksum, digests),
+        ),
         np.uint8,
     )
     directory_end = HEADER_BYTES + directory.nbytes
@@ -179,6 +211,7 @@ def _packed(
     geometry: Geometry,
     counts: tuple[int, int, int],
     payload_checksum: int,
+    digests: DigestSection,
 ) -> bytes:
     """The fields of a header, its own checksum still zero. counts: bytes of the header, Pages, and
     tokens that it holds."""
@@ -186,7 +219,7 @@ def _packed(
     size, pages, stored = counts
     return HEADER.pack(
         MAGIC,
-        FORMAT_VERSION,
+        FORMAT_VERSION if digests.nbytes else PLAIN_VERSION,
         size,
         identity.store_uuid,
         identity.fingerprint,
@@ -196,6 +229,7 @@ def _packed(
         identity.device_offset,
         identity.extent_bytes,
         geometry.payload_bytes(identity.layer, identity.token_count),
+        digests.nbytes,
         payload_checksum,
         identity.start_position,
         identity.layer,
@@ -209,6 +243,8 @@ def _packed(
         pages,
         stored,
         1,
+        digests.bits,
+        digests.seed,
         identity.provenance.encode(),
         layer.window or 0,
         0,
@@ -231,7 +267,10 @@ def checksum_in_plain_header(
     stored = tokens if identity.layer == 0 else tokens[:0]
     (found,) = struct.unpack_from("<Q", block.data, _PAYLOAD_CHECKSUM_AT)
     (expected,) = struct.unpack_from("<Q", block.data, CHECKSUM_AT)
-    fields = _packed(identity, geometry, (block.size, len(plain), len(stored)), found)
+    digests = DigestSection(
+        *(struct.unpack_from(form, block.data, at)[0] for at, form in _DIGEST_FIELDS)
+    )
+    fields = _packed(identity, geometry, (block.size, len(plain), len(stored)), found, digests)
     directory_end = HEADER_BYTES + plain.nbytes
     directory = block[HEADER_BYTES:directory_end].view(DIRECTORY_ENTRY).copy()
     directory["checksum"] = 0
@@ -255,7 +294,7 @@ def _intact_header(block: ByteArray, where: str) -> ByteArray:
     (expected,) = struct.unpack_from("<Q", block.data, CHECKSUM_AT)
     if magic != MAGIC:
         raise BadMagic(f"{where}: no extent header here")
-    if version != FORMAT_VERSION:
+    if version not in (PLAIN_VERSION, FORMAT_VERSION):
         raise VersionMismatch(f"{where}: the extent", version, FORMAT_VERSION)
     if not HEADER_BYTES <= size <= block.size:
         raise FormatError(f"{where}: header of {size} bytes does not fit {block.size} bytes")
@@ -273,12 +312,13 @@ def parse_header(block: ByteArray, where: str) -> ExtentHeader:
     """
     covered = _intact_header(block, where)
     (
-        _magic, _version, size, store_uuid, fingerprint, start_digest, end_digest, generation,
-        device_offset, total_bytes, payload_bytes, payload_checksum, start_position, layer,
-        layers, kv_heads, key_width, value_width, page_tokens, dtype_code, token_count, pages,
-        stored, _head_group, provenance, window, _checksum,
+        _magic, version, size, store_uuid, fingerprint, start_digest, end_digest, generation,
+        device_offset, total_bytes, payload_bytes, digest_bytes, payload_checksum, start_position,
+        layer, layers, kv_heads, key_width, value_width, page_tokens, dtype_code, token_count,
+        pages, stored, _head_group, digest_bits, digest_seed, provenance, window, _checksum,
     ) = HEADER.unpack_from(covered.data)  # fmt: skip
     directory_end = HEADER_BYTES + pages * DIRECTORY_ENTRY.itemsize
+    digests = DigestSection(digest_bytes, digest_bits, digest_seed)
     dtypes = {code: name for name, code in DTYPE_CODES.items()}
     if (
         page_tokens != PAGE_TOKENS
@@ -286,7 +326,8 @@ def parse_header(block: ByteArray, where: str) -> ExtentHeader:
         or not 1 <= token_count <= SEGMENT_TOKENS
         or stored not in (0, token_count)
         or directory_end + 4 * stored > size
-        or size + payload_bytes > total_bytes
+        or not _may_have(version, digests)
+        or size + payload_bytes + digest_bytes > total_bytes
     ):
         raise FormatError(f"{where}: the extent header contradicts itself")
     directory = covered[HEADER_BYTES:directory_end].view(DIRECTORY_ENTRY)
@@ -320,7 +361,15 @@ def parse_header(block: ByteArray, where: str) -> ExtentHeader:
         payload_checksum=payload_checksum,
         directory=directory,
         tokens=covered[directory_end : directory_end + 4 * stored].view("<u4") if stored else None,
+        digests=digests,
     )
+
+
+def _may_have(version: int, digests: DigestSection) -> bool:
+    """Whether a header of this version can name such digests."""
+    if version == PLAIN_VERSION:
+        return digests == NO_DIGESTS
+    return digests.nbytes > 0 and digests.bits in DIGEST_BITS
 
 
 def require_identity(header: ExtentHeader, expected: ExtentIdentity, where: str) -> None:

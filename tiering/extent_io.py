@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kvtier.errors import ChecksumMismatch, DeviceError, FormatError
+from kvtier.io.alignment import GRID_BYTES, align_up
 from kvtier.io.buffers import BufferPool
 from kvtier.io.device import Buffers, ByteArray, Device, Int64Array
 from kvtier.io.extent import Extent
@@ -71,6 +72,11 @@ class UnitShape:
     header_bytes: int
     payload_bytes: int
 
+    @property
+    def digests_at(self) -> int:
+        """Where in an Extent its digests begin, if it has some."""
+        return self.header_bytes + align_up(self.payload_bytes, GRID_BYTES)
+
     @classmethod
     def of(cls, geometry: Geometry, layer: int, tokens: int) -> Self:
         heads, pages = geometry.layers[layer].kv_heads, pages_of(tokens)
@@ -86,7 +92,8 @@ class UnitShape:
 
 
 class Sizes(NamedTuple):
-    """Of units, what their UnitShapes say, and the bytes of their Extents: int64 [units] each."""
+    """Of units, what their UnitShapes say, and the bytes of their Extents without digests: int64
+    [units] each."""
 
     frames: Int64Array
     frames_bytes: Int64Array
@@ -101,6 +108,8 @@ class Counters:
 
     bytes_read: int = 0
     damaged_extents: int = 0
+    damaged_digests: int = 0
+    """Units whose digests were damaged, and made anew."""
     failed_reads: int = 0
 
 

@@ -7,6 +7,7 @@ Extent back waits as well (Ledger.release).
 Invariants:
 - A payload is on the device before its header; a header is written only when its Segment is
   about to be committed. An Extent without a header belongs to nobody after a crash.
+- Digests lie behind the payload and are written with it, in one request; the header tells of them.
 - A write that failed is tried once more from memory. A unit that the device does not take has no
   Extent any more, so its Segment is not `written`, and no commit names it. Where HOT has its only
   copy (Residency: not on NVME), nothing is lost, and it can be written anew.
@@ -25,16 +26,18 @@ from kvtier.io.alignment import GRID_BYTES, align_up
 from kvtier.io.buffers import BufferPiece, BufferPool
 from kvtier.io.device import Buffers, ByteArray
 from kvtier.io.extent import Extent
+from kvtier.kernels.digests import PageDigests
 from kvtier.tiering import extent_format
 from kvtier.tiering.clusterer import Placement, UnitKeys
-from kvtier.tiering.extent_format import ExtentIdentity
+from kvtier.tiering.extent_format import NO_DIGESTS, DigestSection, ExtentIdentity
 from kvtier.tiering.extent_io import ExtentIO, Unit, batches, starts_of
 from kvtier.tiering.geometry import SEGMENT_TOKENS, Geometry
-from kvtier.tiering.packing import pack
+from kvtier.tiering.packing import pack, rearranged
 from kvtier.tiering.page_layout import Order
 from kvtier.tiering.residency import Residency
 from kvtier.tiering.segment import NO_SLOT, Segment
 from kvtier.tiering.started_writes import StartedWrite
+from kvtier.tiering.stored_digests import DigestKind
 
 _log = logging.getLogger("kvtier")
 
@@ -46,39 +49,71 @@ REFUSED_MAX = 16
 anywhere, that must not use up the region."""
 
 
-def write_buffer_bytes(geometry: Geometry) -> int:
+def write_buffer_bytes(geometry: Geometry, kind: DigestKind | None) -> int:
     """Bytes that may be on their way to the drive at once."""
     layers = range(len(geometry.layers))
-    largest = max(extent_format.extent_bytes(geometry, each, SEGMENT_TOKENS) for each in layers)
+    largest = max(stored_bytes(geometry, each, SEGMENT_TOKENS, kind) for each in layers)
     return max(4 * WRITE_BATCH_BYTES, 2 * largest)
+
+
+def stored_bytes(geometry: Geometry, layer: int, tokens: int, kind: DigestKind | None) -> int:
+    """Bytes of the Extent of a unit, on the grid; kind: of the digests that it is written with."""
+    plain = extent_format.extent_bytes(geometry, layer, tokens)
+    section = NO_DIGESTS if kind is None else kind.section(layer, tokens)
+    return plain + align_up(section.nbytes, GRID_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitWrite:
-    """A complete unit to be written: keys [heads, tokens, Dk], values [heads, tokens, Dv]."""
+    """A complete unit to be written: keys [heads, tokens, Dk], values [heads, tokens, Dv].
+
+    order: of its tokens, where that was made before (is_ordered); else its Placement makes it.
+    """
 
     unit: Unit
     keys: torch.Tensor
     values: torch.Tensor
+    order: Order | None = None
+    is_ordered: bool = False
 
     @property
     def tokens(self) -> int:
         return self.keys.shape[1]
 
 
+@dataclass(frozen=True, slots=True)
+class _LaidOut:
+    """A unit as it will lie on the drive: rows [heads, tokens, width] in the order of slots, and
+    the digests of its Pages, if they are stored."""
+
+    unit: Unit
+    order: Order | None
+    keys: torch.Tensor
+    values: torch.Tensor
+    digests: PageDigests | None
+
+
 class ExtentWriter:
     """Writes units. Callers hold the store's lock."""
 
-    def __init__(self, extents: ExtentIO, residency: Residency, placement: Placement) -> None:
+    def __init__(
+        self,
+        extents: ExtentIO,
+        residency: Residency,
+        placement: Placement,
+        digests: DigestKind | None = None,
+    ) -> None:
+        """digests: which are stored with every unit; None: none."""
         self.extents = extents
         self.geometry = extents.geometry
         self.device = extents.device
         self.space = extents.space
         self.residency = residency
         self.placement = placement
+        self.digests = digests
         self.started = extents.space.started
         # Not the pool that reads use: they must not wait for what nobody has looked at yet.
-        self.buffers = BufferPool(write_buffer_bytes(extents.geometry))
+        self.buffers = BufferPool(write_buffer_bytes(extents.geometry, digests))
         self._refused: list[Extent] = []
         self.failed_writes = 0
         """Units whose bytes the device did not take, also when asked once more."""
@@ -92,10 +127,7 @@ class ExtentWriter:
         needs. On an error none of the units counts as written and their Extents are free again.
         Raises CapacityError, DeviceError.
         """
-        sizes = [
-            extent_format.extent_bytes(self.geometry, each.unit.layer, each.tokens)
-            for each in writes
-        ]
+        sizes = [self.stored_bytes(each.unit.layer, each.tokens) for each in writes]
         # Before anything is evicted for a part of what does not fit as a whole.
         self.space.require(sum(sizes))
         units = [each.unit for each in writes]
@@ -112,28 +144,33 @@ class ExtentWriter:
                 unit.segment.directories[unit.layer] = directory
             raise
 
+    def stored_bytes(self, layer: int, tokens: int) -> int:
+        """Bytes of the Extent of a unit that is written, at most."""
+        return stored_bytes(self.geometry, layer, tokens, self.digests)
+
     def _start(self, writes: Sequence[UnitWrite]) -> None:
-        geometry = self.geometry
-        heads = [
-            extent_format.header_bytes(geometry, each.unit.layer, each.tokens) for each in writes
-        ]
-        payloads = [geometry.payload_bytes(each.unit.layer, each.tokens) for each in writes]
-        lengths = np.array([align_up(size, GRID_BYTES) for size in payloads], np.int64)
-        starts = starts_of(lengths)
         # Before any memory or space is taken, which others may wait for.
-        orders = self.placement.orders(
-            [UnitKeys(each.unit.layer, each.unit.segment.start, each.keys) for each in writes]
+        laid_out = self._laid_out(writes)
+        shapes = [self.extents.shape(each.unit) for each in laid_out]
+        heads = [each.header_bytes for each in shapes]
+        lengths = np.array(
+            [
+                shape.digests_at - shape.header_bytes + self._digest_bytes(each)
+                for each, shape in zip(laid_out, shapes, strict=True)
+            ],
+            np.int64,
         )
+        starts = starts_of(lengths)
         extents: list[Extent] = []
         piece = self._piece(int(lengths.sum()))
         try:
             for each, head, length in zip(writes, heads, lengths.tolist(), strict=True):
                 drive = self.space.drive_for(each.unit.segment)
                 extents.append(self.space.allocate(head + length, drive))
-            for index, (each, order) in enumerate(zip(writes, orders, strict=True)):
-                start, payload = int(starts[index]), payloads[index]
-                piece.memory[start + payload : start + int(lengths[index])] = 0
-                self._fill(each, order, piece.memory[start : start + payload])
+            for laid, start, length in zip(
+                laid_out, starts.tolist(), lengths.tolist(), strict=True
+            ):
+                self._fill(laid, piece.memory[start : start + length])
             offsets = np.array([each.offset for each in extents], np.int64) + heads
             buffers = Buffers(piece.memory, starts, lengths)
             # Taken before the first byte may be on its way: a flush that fails from now on counts.
@@ -150,6 +187,38 @@ class ExtentWriter:
             if not any(unit.segment.extents):
                 unit.segment.flush_epoch = epoch
             unit.segment.extents[unit.layer] = extent
+
+    def _laid_out(self, writes: Sequence[UnitWrite]) -> list[_LaidOut]:
+        """These units in the orders that the placement chooses, with their digests."""
+        orders = self._orders(writes)
+        found = []
+        for each, order in zip(writes, orders, strict=True):
+            keys, values, digests = each.keys, each.values, None
+            if order is not None:
+                keys, values = rearranged(keys, order), rearranged(values, order)
+            if self.digests is not None:
+                digests = self.digests.make_if_possible(each.unit.layer, keys, values)
+            found.append(_LaidOut(each.unit, order, keys, values, digests))
+        return found
+
+    def _digest_bytes(self, unit: _LaidOut) -> int:
+        """Bytes that its digests take on the drive."""
+        return 0 if unit.digests is None else align_up(self._section(unit.unit).nbytes, GRID_BYTES)
+
+    def _section(self, unit: Unit) -> DigestSection:
+        """The digests that a unit is written with, if it has some."""
+        assert self.digests is not None
+        return self.digests.section(unit.layer, unit.segment.token_count)
+
+    def _orders(self, writes: Sequence[UnitWrite]) -> list[Order | None]:
+        """Those that were made before, and the others by one call."""
+        missing = [
+            UnitKeys(each.unit.layer, each.unit.segment.start, each.keys)
+            for each in writes
+            if not each.is_ordered
+        ]
+        made = iter(self.placement.orders(missing) if missing else ())
+        return [each.order if each.is_ordered else next(made) for each in writes]
 
     def _piece(self, nbytes: int) -> BufferPiece:
         """Memory to write from. Where all is in use, the oldest writes are waited for."""
@@ -260,12 +329,20 @@ class ExtentWriter:
         written = any(segment.extents) and segment.catalog_id is None
         return written and segment.flush_epoch != self.device.failed_flushes
 
-    def _fill(self, write: UnitWrite, order: Order | None, payload: ByteArray) -> None:
-        """Pack one unit in this order into `payload`; note order, directory and checksum."""
-        segment, layer = write.unit.segment, write.unit.layer
-        pack(write.keys, write.values, order, payload)
-        layout = self.extents.layout(write.unit)
-        directory = layout.plain.copy() if order is None else layout.directory(order)
+    def _fill(self, laid_out: _LaidOut, target: ByteArray) -> None:
+        """Pack one unit into `target`, its digests behind it; note order, directory, checksum."""
+        unit, order = laid_out.unit, laid_out.order
+        segment, layer, shape = unit.segment, unit.layer, self.extents.shape(unit)
+        payload = target[: shape.payload_bytes]
+        pack(laid_out.keys, laid_out.values, None, payload)
+        behind = target[shape.payload_bytes :]
+        behind[:] = 0
+        if laid_out.digests is not None:
+            assert self.digests is not None
+            start = shape.digests_at - shape.header_bytes
+            section = target[start : start + self._section(unit).nbytes]
+            self.digests.pack(laid_out.digests, unit, section)
+        directory = shape.layout.plain.copy() if order is None else shape.layout.directory(order)
         extent_format.checksum_pages(directory, payload, segment.generation)
         segment.directories[layer] = directory
         segment.orders[layer] = order
@@ -297,6 +374,7 @@ class ExtentWriter:
         segment, layer = unit.segment, unit.layer
         directory = segment.directories[layer]
         assert directory is not None
+        has_digests = identity.extent_bytes > self.extents.shape(unit).digests_at
         extent_format.write_header(
             target,
             identity,
@@ -304,4 +382,5 @@ class ExtentWriter:
             directory,
             segment.payload_checksums[layer],
             segment.named_tokens,
+            digests=self._section(unit) if has_digests else NO_DIGESTS,
         )

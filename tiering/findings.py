@@ -7,6 +7,9 @@ from kvtier.io.device import Device
 
 PADDING: Final = "padding"
 """Bytes that must be zeros and are not: a stray write, but no KV is concerned."""
+DIGESTS: Final = "digests"
+"""The digests of an Extent are damaged: they are made anew from its payload, and no KV is
+concerned."""
 MEDIA: Final = "media"
 """Blocks that the device cannot read."""
 RECORD: Final = "record"
@@ -26,8 +29,8 @@ def place(device: Device, offset: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """kind: superblock, region, header, page, extent, tokens, reference, padding, media,
-    record, blob.
+    """kind: superblock, region, header, page, extent, tokens, reference, padding, digests,
+    media, record, blob.
 
     where, what: in words.
     """

@@ -87,6 +87,12 @@ class PlacedViews:
         """Of the views' Segments."""
         return self.shown.slots
 
+    is_cut: bool = False
+    """Whether some of the first `fixed` columns do not count as a whole."""
+
+    def __post_init__(self) -> None:
+        self.is_cut = self.cut.shape[1] > 0
+
     def first(self, columns: int) -> torch.Tensor:
         """frames [heads, columns]."""
         found = self.beginnings.get(columns)
@@ -159,8 +165,12 @@ def placed(
             return None
         kept[layer] = base
     if not tail:
-        valid = torch.from_numpy(base.cut) if base.cut.shape[1] else None
+        valid = torch.from_numpy(base.cut) if base.is_cut else None
         return Placed(base.first(base.fixed), valid, base.slots)
+    if len(tail) == 1 and base.tail is not None:
+        segment, tokens = tail[0]
+        if base.tail[0] is segment and base.tail[1] == pages_of(tokens):
+            return _with_ends(base, base.fixed + base.tail[1], tail)
     return _with_tail(base, hot, layer, tail)
 
 
@@ -222,8 +232,6 @@ def _with_tail(
     if needed > base.array.shape[1]:
         # Tails of several Segments are those of a pass of many tokens.
         return None
-    if len(tail) == 1 and base.tail == (tail[0][0], needed - at):
-        return _with_ends(base, needed, tail)
     base.tail = None
     for segment, tokens in tail:
         pages = pages_of(tokens)
@@ -241,9 +249,9 @@ def _with_tail(
 
 def _with_ends(base: PlacedViews, columns: int, tail: Listing[tuple[Segment, int]]) -> Placed:
     """The first columns, and which slots of the last ones count."""
-    if base.cut.shape[1] or len(tail) > 1:
+    if base.is_cut or len(tail) > 1:
         return Placed(base.first(columns), _mask_with_tail(base.cut, tail), base.slots)
-    return Placed(base.first(columns), tail[0][1] % PAGE_TOKENS or None, base.slots)
+    return Placed(base.first(columns), tail[0][1] % PAGE_TOKENS or None, base.shown.slots)
 
 
 def _mask_with_tail(cut: BoolArray, tail: Listing[tuple[Segment, int]]) -> torch.Tensor:

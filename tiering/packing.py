@@ -121,6 +121,14 @@ def gather(
     return keys[:, :tokens], values[:, :tokens]
 
 
+def as_operand(given: object) -> torch.Tensor:
+    """`as_tensor` of what nothing but torch will read, which knows itself what it only notes of a
+    tensor: to look whether there is such a note costs ten times the rest."""
+    if type(given) is torch.Tensor and given.is_cpu and given.layout is _STRIDED:
+        return given
+    return as_tensor(given)
+
+
 def as_tensor(given: object) -> torch.Tensor:
     """What a caller handed in, as a tensor in host memory. Raises ConfigError."""
     # Every layer of every step of a decode comes here: all that is usual is looked at once.

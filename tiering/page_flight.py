@@ -11,8 +11,9 @@ Invariants:
 - A buffer belongs to its flight until the device is done with it.
 """
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -156,6 +157,23 @@ class PageFlight:
         return sound
 
 
+@dataclass(slots=True)
+class PageFetch:
+    """Pages of one layer that somebody waits for. left: Frames that were taken for them and hold
+    none yet. parts: reads that have not begun."""
+
+    layer: int
+    left: FrameArray
+    parts: deque[PageReads] = field(default_factory=deque)
+    flights: deque[PageFlight] = field(default_factory=deque)
+
+    def some(self, count: int) -> FrameArray:
+        """Take the first of the Frames that are left."""
+        frames = self.left
+        self.left = frames[count:]
+        return frames[:count]
+
+
 @dataclass(frozen=True, slots=True)
 class PageTarget:
     """The Frames that Pages of one layer are copied into."""
@@ -179,3 +197,12 @@ class PageTarget:
         rows[:] = 0
         rows[:keys] = source[:keys]
         rows[split : split + source.size - keys] = source[keys:]
+
+
+def distinct(ordered: Int64Array) -> Int64Array:
+    """Each of these once; there is one at least."""
+    first = np.empty(len(ordered), np.bool_)
+    first[0] = True
+    np.not_equal(ordered[1:], ordered[:-1], first[1:])
+    found: Int64Array = ordered[first]
+    return found

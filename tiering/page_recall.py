@@ -8,9 +8,8 @@ Invariants:
 - A flight ahead has marked its Pages in PageCache. What has another mark when it lands is dropped.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +21,7 @@ from kvtier.tiering.extent_io import Unit
 from kvtier.tiering.frame_runs import FrameArray
 from kvtier.tiering.geometry import SEGMENT_PAGES
 from kvtier.tiering.page_directory import PageDirectories
-from kvtier.tiering.page_flight import PageFlight, PageReads, PageTarget
+from kvtier.tiering.page_flight import PageFetch, PageFlight, PageReads, PageTarget, distinct
 from kvtier.tiering.residency import NO_FRAME
 from kvtier.tiering.segment import Segment
 from kvtier.tiering.steps import Reading, Steps, run
@@ -34,6 +33,9 @@ FLIGHTS_MAX = 2
 """While one is checked, the next is read."""
 BUFFER_BYTES = 32 << 20
 AHEAD_BUFFER_BYTES = 16 << 20
+HOLE_BYTES = 8 << 10
+"""Holes that are read along on any device: to ask once more costs more processor time than they do,
+whatever a device was measured to do."""
 _FIRST_MARK = NO_FRAME - 1
 _LAST_MARK = -(1 << 30)
 
@@ -83,12 +85,43 @@ class PageRecall:
     # ---- wanted -----------------------------------------------------------------------------
 
     @contextmanager
+    def recalling(
+        self, layer: int, slots: Int64Array, heads: Int64Array, pages: Int64Array
+    ) -> Iterator[Callable[[], FrameArray]]:
+        """Have what `recall` brings set out, and give what waits for it: called, it returns the
+        Frames, which stay what they are while the block runs. Others may compute until then."""
+        places = self.cache.places(layer, slots, heads, pages)
+        frames = self.residency.hot.frames[layer].reshape(-1)[places].astype(np.int64)
+        self.counters.pages_wanted += len(places)
+        is_single = frames == NO_FRAME
+        whole = slots[~is_single]
+        with self.cache.lease(), self._leased(layer, whole):
+            if len(whole) == len(places):
+                yield lambda: frames
+                return
+            wanted = places[is_single] if len(whole) else places
+            fetch = self._set_out(layer, wanted)
+            try:
+
+                def landed() -> FrameArray:
+                    if fetch is not None:
+                        run(self._landing(fetch), self.device)
+                    frames[is_single] = self.cache.frames(layer, wanted)
+                    assert (frames > NO_FRAME).all()
+                    return frames
+
+                yield landed
+            finally:
+                if fetch is not None:
+                    self._settle(fetch)
+
+    @contextmanager
     def recalled(
         self, layer: int, slots: Int64Array, heads: Int64Array, pages: Int64Array
     ) -> Iterator[FrameArray]:
         """The Frames of what `recall` brings, which stay what they are while the block runs."""
-        with self.cache.lease(), self.residency.lease(np.full(len(slots), layer), slots):
-            yield self.recall(layer, slots, heads, pages)
+        with self.recalling(layer, slots, heads, pages) as landed:
+            yield landed()
 
     def recall(
         self, layer: int, slots: Int64Array, heads: Int64Array, pages: Int64Array
@@ -101,96 +134,104 @@ class PageRecall:
         As many as one unit has always find room. Raises FormatError or DeviceError for bytes that
         cannot be had, after marking their Segments; CapacityError where HOT has no room for all.
         """
-        hot = self.residency.hot
-        places = self.cache.places(layer, slots, heads, pages)
-        frames = hot.frames[layer].reshape(-1)[places].astype(np.int64)
-        self.counters.pages_wanted += len(places)
-        is_single = frames == NO_FRAME
-        whole = slots[~is_single]
-        if len(whole):
-            self.residency.touch(np.full(len(whole), layer), whole)
-        if len(whole) < len(places):
-            with self.cache.lease():
-                frames[is_single] = self._single(layer, places[is_single], whole)
-        return frames
+        with self.recalling(layer, slots, heads, pages) as landed:
+            return landed()
 
-    def _single(self, layer: int, wanted: Int64Array, whole: Int64Array) -> FrameArray:
-        """Of Pages whose units HOT does not hold. whole: slots of those that must stay."""
+    def _leased(self, layer: int, whole: Int64Array) -> AbstractContextManager[None]:
+        """Units at these slots, if there are any, are used now, and stay while the block runs."""
+        if not len(whole):
+            return nullcontext()
+        layers = np.full(len(whole), layer)
+        self.residency.touch(layers, whole)
+        return self.residency.lease(layers, whole)
+
+    def _set_out(self, layer: int, wanted: Int64Array) -> PageFetch | None:
+        """Have Pages, whose units HOT does not hold, begin to be read that nobody has; None: all
+        are there."""
         held = self.cache.frames(layer, wanted)
         there = held > NO_FRAME
-        if there.any():
+        all_there = bool(there.all())
+        if all_there:
+            self.cache.want(layer, wanted)
+        elif there.any():
             self.cache.want(layer, wanted[there])
-        if there.all() and not self._ahead:
-            return held
-        leased = (
-            self.residency.lease(np.full(len(whole), layer), whole) if len(whole) else nullcontext()
-        )
-        with leased:
-            if self._ahead:
-                self._take_in(layer, wanted, {*held[~there].tolist()})
-                held = self.cache.frames(layer, wanted)
-            missing = wanted[held <= NO_FRAME]
-            if len(missing):
-                missing = _distinct(np.sort(missing))
-                self.counters.pages_missed += len(missing)
-                frames = self.cache.take(layer, len(missing), self._make_room)
-                run(self._bringing(layer, missing, frames), self.device)
-        held = self.cache.frames(layer, wanted)
-        assert (held > NO_FRAME).all()
-        return held
-
-    def _bringing(self, layer: int, missing: Int64Array, frames: FrameArray) -> Steps[None]:
-        """Have these Pages in as many Frames, which were taken for them. Those that hold none in
-        the end, by whatever error, are given back."""
-        left = [frames]
-        flights: deque[PageFlight] = deque()
+        if self._ahead:
+            self._take_in(layer, wanted, {*held[~there].tolist()})
+            held = self.cache.frames(layer, wanted)
+            all_there = bool((held > NO_FRAME).all())
+        if all_there:
+            return None
+        missing = distinct(np.sort(wanted[held <= NO_FRAME]))
+        self.counters.pages_missed += len(missing)
+        fetch = PageFetch(layer, self.cache.take(layer, len(missing), self._make_room))
         try:
-            missing = self._from_host(layer, missing, left)
-            if not len(missing):
-                return
-            slots = _distinct(missing // self.cache.unit_places[layer]).tolist()
-            if lacking := self.directories.lacking(layer, slots):
-                units = self.directories.units(layer, lacking)
-                yield from self.directories.loading(units, self.extents.blocking)
-            planned = self._plan(missing, *self.directories.ranges(layer, missing))
-            for part in planned.parts(PART_BYTES):
-                if len(flights) == FLIGHTS_MAX:
-                    yield from self._land(flights, left)
-                some = self._part(planned, part)
-                piece = yield from self._reading.piece(some.nbytes)
-                flights.append(PageFlight(layer, some, piece))
-                yield from flights[-1].starting(Priority.DEMAND)
-                self._count(some)
-            while flights:
-                yield from self._land(flights, left)
-        finally:
-            for flight in flights:
-                flight.piece.give_back()
-            self.cache.give(layer, left[0])
+            run(self._starting(fetch, missing), self.device)
+        except BaseException:
+            self._settle(fetch)
+            raise
+        return fetch
 
-    def _from_host(self, layer: int, missing: Int64Array, left: list[FrameArray]) -> Int64Array:
+    def _settle(self, fetch: PageFetch) -> None:
+        """Give back what a fetch has of buffers and Frames."""
+        for flight in fetch.flights:
+            flight.piece.give_back()
+        fetch.flights.clear()
+        if len(fetch.left):
+            self.cache.give(fetch.layer, fetch.left)
+            fetch.left = fetch.left[:0]
+
+    def _starting(self, fetch: PageFetch, missing: Int64Array) -> Steps[None]:
+        """Plan how these Pages, for which there are Frames, are read, and begin with the first."""
+        layer = fetch.layer
+        missing = self._from_host(fetch, missing)
+        if not len(missing):
+            return
+        slots = distinct(missing // self.cache.unit_places[layer]).tolist()
+        if lacking := self.directories.lacking(layer, slots):
+            units = self.directories.units(layer, lacking)
+            yield from self.directories.loading(units, self.extents.blocking)
+        planned = self._plan(missing, *self.directories.ranges(layer, missing))
+        fetch.parts.extend(self._part(planned, part) for part in planned.parts(PART_BYTES))
+        while fetch.parts and len(fetch.flights) < FLIGHTS_MAX:
+            yield from self._start_part(fetch)
+
+    def _start_part(self, fetch: PageFetch) -> Steps[None]:
+        some = fetch.parts.popleft()
+        piece = yield from self._reading.piece(some.nbytes)
+        fetch.flights.append(PageFlight(fetch.layer, some, piece))
+        yield from fetch.flights[-1].starting(Priority.DEMAND)
+        self._count(some)
+
+    def _landing(self, fetch: PageFetch) -> Steps[None]:
+        """Wait until all has landed."""
+        while fetch.flights:
+            yield from self._land(fetch)
+            if fetch.parts:
+                yield from self._start_part(fetch)
+
+    def _from_host(self, fetch: PageFetch, missing: Int64Array) -> Int64Array:
         """Copy what HOST has; returns the rest."""
-        host, hot = self.residency.host, self.residency.hot
+        layer, host, hot = fetch.layer, self.residency.host, self.residency.hot
         if not host.tier.used_bytes:
             return missing
         rows = host.frames[layer].reshape(-1)[missing]
         there = rows != NO_FRAME
         if there.any():
-            frames = _some_of(left, int(there.sum()))
+            frames = fetch.some(int(there.sum()))
             hot.tier.pool(layer).bits[frames] = host.tier.pool(layer).bits[rows[there]]
             self.cache.put(layer, missing[there], frames)
         rest: Int64Array = missing[~there]
         return rest
 
-    def _land(self, flights: deque[PageFlight], left: list[FrameArray]) -> Steps[None]:
-        """Wait for the first flight, and have its Pages in Frames of `left`."""
-        flight = flights[0]
+    def _land(self, fetch: PageFetch) -> Steps[None]:
+        """Wait for the first flight, and have its Pages in Frames."""
+        flight = fetch.flights[0]
         failed = yield from flight.landing()
         pages = np.arange(len(flight.planned.places))
         if failed:
             pages = np.delete(pages, [page for page, _ in failed])
-        unsound = self._keep(flight, pages, _some_of(left, len(pages)))
-        flights.popleft().piece.give_back()
+        unsound = self._keep(flight, pages, fetch.some(len(pages)))
+        fetch.flights.popleft().piece.give_back()
         if len(unsound):
             raise self._blame_damaged(flight, unsound)
         if failed:
@@ -245,7 +286,8 @@ class PageRecall:
 
     def _plan(self, places: Int64Array, offsets: Int64Array, lengths: Int64Array) -> PageReads:
         device = self.device
-        return PageReads.plan(places, offsets, lengths, device.block_bytes, device.merge_gap_bytes)
+        hole_bytes = max(device.merge_gap_bytes, HOLE_BYTES)
+        return PageReads.plan(places, offsets, lengths, device.block_bytes, hole_bytes)
 
     def _part(self, planned: PageReads, part: slice) -> PageReads:
         if part == slice(0, len(planned.places)):
@@ -267,15 +309,16 @@ class PageRecall:
         As `recall` takes them. Reads what is nowhere in memory, of units whose directories are
         known, as far as there are buffers. Never raises for what the device does.
         """
-        places = np.unique(self.cache.places(layer, slots, heads, pages))
-        nowhere = self.cache.frames(layer, places) == NO_FRAME
+        places = self.cache.places(layer, slots, heads, pages)
+        places = places[self.cache.frames(layer, places) == NO_FRAME]
         for tier in (self.residency.hot, self.residency.host):
-            nowhere &= tier.frames[layer].reshape(-1)[places] == NO_FRAME
-        places = places[nowhere]
+            if len(places):
+                places = places[tier.frames[layer].reshape(-1)[places] == NO_FRAME]
         if not len(places):
             return
+        places = distinct(np.sort(places))
         of = places // self.cache.unit_places[layer]
-        known = self.directories.known(layer, _distinct(of).tolist())
+        known = self.directories.known(layer, distinct(of).tolist())
         places = places[np.isin(of, known)]
         if not len(places):
             return
@@ -353,19 +396,3 @@ class PageRecall:
         """A Segment loses its slot or Extents: see Registry.on_moved."""
         self.cache.forget(segment.slot)
         self.directories.forget(segment)
-
-
-def _distinct(ordered: Int64Array) -> Int64Array:
-    """Each of these once; there is one at least."""
-    first = np.empty(len(ordered), np.bool_)
-    first[0] = True
-    np.not_equal(ordered[1:], ordered[:-1], first[1:])
-    found: Int64Array = ordered[first]
-    return found
-
-
-def _some_of(left: list[FrameArray], count: int) -> FrameArray:
-    """Take the first of the Frames that are left."""
-    frames = left[0]
-    left[0] = frames[count:]
-    return frames[:count]

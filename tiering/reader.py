@@ -199,11 +199,11 @@ class Reader:
             return None
         if query.vectors.shape[1] > 1 and past == sequence.length(layer):
             return None
-        tail = [
-            (each, min(each.filled[layer], past - each.start))
-            for each in sequence.tail
-            if each.filled[layer] and each.start < past
-        ]
+        tail = []
+        for each in sequence.tail:
+            filled = each.filled[layer]
+            if filled and each.start < past:
+                tail.append((each, min(filled, past - each.start)))
         found = placed(sequence.table.placed, self.residency.hot, layer, sequence.views, tail)
         if found is not None:
             self.residency.note(layer, found.slots)

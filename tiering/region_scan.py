@@ -181,7 +181,8 @@ class RegionScan:
         return FoundExtent(header, self._is_whole(header))
 
     def _is_whole(self, header: ExtentHeader) -> bool:
-        """Whether the payload has its checksum, read piece by piece."""
+        """Whether the payload has its checksum, read piece by piece. What the digests hold does not
+        matter: they can be made anew."""
         digest = xxhash.xxh3_64(seed=header.identity.generation)
         at, end = self._at + header.header_bytes, self._at + header.identity.extent_bytes
         left = header.payload_bytes
@@ -265,7 +266,7 @@ def _require_possible(header: ExtentHeader, room: int) -> None:
         or stored != (identity.token_count if identity.layer == 0 else 0)
         or header.header_bytes != align_up(directory_end + 4 * stored, GRID_BYTES)
         or header.payload_bytes != shape.kv_heads * layout.head_bytes
-        or identity.extent_bytes != header.header_bytes + align_up(header.payload_bytes, GRID_BYTES)
+        or identity.extent_bytes != header.digests_at + align_up(header.digests.nbytes, GRID_BYTES)
         or identity.extent_bytes > room
         or header.payload_bytes > PAYLOAD_BYTES_MAX
         or not 0 < identity.generation <= GENERATION_MAX

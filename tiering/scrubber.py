@@ -33,7 +33,7 @@ from kvtier.tiering.catalog_check import CatalogRows, RecordPlace, check_rows
 from kvtier.tiering.catalog_rows import extents_of
 from kvtier.tiering.config import parse_bytes
 from kvtier.tiering.extent_check import ExtentChecker
-from kvtier.tiering.findings import BLOB, MEDIA, PADDING, Finding, Report
+from kvtier.tiering.findings import BLOB, DIGESTS, MEDIA, PADDING, Finding, Report
 from kvtier.tiering.opening import OpenFiles
 from kvtier.tiering.slab_rows import slab_extent
 from kvtier.tiering.verifier import check_superblocks
@@ -245,7 +245,7 @@ class Scrubber:
             if not self._is_current(row):
                 return
             found = self._second.check_extent(row, fingerprint, layer)
-            damage = [each for each in found if each.kind != PADDING]
+            damage = [each for each in found if each.kind not in (PADDING, DIGESTS)]
             if any(each.kind == MEDIA for each in damage):
                 self._require_whole_drive(extents_of(row)[layer].drive)
             if damage:

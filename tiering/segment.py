@@ -62,8 +62,9 @@ class Segment:
     """Per layer; 0: not known yet, because another process wrote it."""
     orders: list[Order | None] = field(init=False)
     """Per layer; None: in the order of positions, or not known yet; see knows_order."""
-    digests: "dict[int, PageDigests]" = field(default_factory=dict)
-    """By layer: of those that a sparse query chose from, while it has a slot."""
+    digests: "dict[int, PageDigests | None]" = field(default_factory=dict)
+    """By layer: of those that a sparse query chose from, while it has a slot. None: its Extent has
+    none that are of use."""
     generation: int = 0
     tokens: Tokens | None = None
     start_digest: bytes = b""

@@ -8,7 +8,10 @@ Invariants:
 - tokens are the ids that the caller has named so far, from position 0 on.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +22,9 @@ from kvtier.tiering.fingerprint import EXACT, Provenance
 from kvtier.tiering.page_table import PageTable
 from kvtier.tiering.segment import Segment, SegmentView
 
+if TYPE_CHECKING:
+    from kvtier.tiering.sealing import Sealing
+
 
 class Sequence:
     """Handle of one Sequence of a store. Made by Store.sequence, Store.resume and Store.fork."""
@@ -27,6 +33,8 @@ class Sequence:
         self.layers = layers
         self.provenance = provenance
         self._views: tuple[SegmentView, ...] = ()
+        self.sealing: Sealing | None = None
+        """Of the last Segment it filled, until that may be committed. New views end it."""
         self.tail: list[Segment] = []
         self.table = PageTable()
         self.tokens: Tokens = np.zeros(0, np.uint32)
@@ -45,6 +53,19 @@ class Sequence:
     @views.setter
     def views(self, views: Iterable[SegmentView]) -> None:
         self._views = tuple(views)
+        self.sealing = None
+
+    @property
+    def placed_views(self) -> tuple[SegmentView, ...]:
+        """The views whose tokens have found their places: all before what is being sealed."""
+        sealing = self.sealing
+        return self._views if sealing is None or sealing.done else sealing.before
+
+    @property
+    def unplaced(self) -> list[Segment]:
+        """The Segments behind those: what is being sealed, and the Tail."""
+        behind = self._views[len(self.placed_views) :]
+        return [*(view.segment for view in behind), *self.tail] if behind else self.tail
 
     @property
     def sealed_tokens(self) -> int:
@@ -53,7 +74,11 @@ class Sequence:
 
     def length(self, layer: int = 0) -> int:
         """Tokens whose KV this layer holds."""
-        return self.sealed_tokens + sum(each.filled[layer] for each in self.tail)
+        # A loop, not sum(): it is asked in every layer of every step.
+        length = self.sealed_tokens
+        for each in self.tail:
+            length += each.filled[layer]
+        return length
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:

@@ -71,6 +71,15 @@ class StoreStats:
     """What reading these took, with holes and rounding."""
     bytes_recall_wanted: int
     """What they are."""
+    digest_bytes: int
+    """Of digests in memory, beside HOT and its limit: with Segments, and together for each
+    Sequence that was attended to by a budget."""
+    digests_made: int
+    """Layers of Segments that were read as a whole to digest them."""
+    digests_read: int
+    """Layers of Segments whose digests were read from their Extents."""
+    damaged_digests: int
+    """Of these, what was damaged, and made anew."""
     segments: int
     segments_unavailable: int
     """Of these, how many lie on a drive that is missing."""
@@ -88,6 +97,22 @@ class StoreStats:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseCounts:
+    """What queries with a budget did since the store was opened: see StoreStats."""
+
+    pages_to_choose: int
+    pages_chosen: int
+    bytes_recalled: int
+
+    def since(self, before: SparseCounts) -> SparseCounts:
+        return SparseCounts(
+            self.pages_to_choose - before.pages_to_choose,
+            self.pages_chosen - before.pages_chosen,
+            self.bytes_recalled - before.bytes_recalled,
+        )
 
 
 def catalog_bytes(path: str) -> int:
@@ -137,11 +162,15 @@ def collect(store: StoreCore) -> StoreStats:
         pages_ahead=store._mover.ahead.pages,
         pages_ahead_in_vain=store._mover.ahead.pages_in_vain,
         pages_evicted=store._room.pages_evicted,
-        pages_to_choose=store._sparse.pages_to_choose,
-        pages_chosen=store._sparse.pages_chosen,
+        pages_to_choose=store._sparse.attention.pages_to_choose,
+        pages_chosen=store._sparse.attention.pages_chosen,
         pages_recalled=recalled.pages_missed + recalled.pages_ahead,
         bytes_recalled=recalled.bytes_read,
         bytes_recall_wanted=recalled.bytes_wanted,
+        digest_bytes=store._sparse.held_bytes(store._own),
+        digests_made=store._sparse.digests_made,
+        digests_read=store._sparse.digests_read,
+        damaged_digests=counters.damaged_digests,
         segments=len(store._registry.committed),
         segments_unavailable=sum(e.unavailable for e in store._registry.committed.values()),
         segments_evicted=store._space.segments_evicted,

@@ -20,7 +20,7 @@ from kvtier.tiering import stored_ranges
 from kvtier.tiering.chain import Tokens, as_tokens
 from kvtier.tiering.fingerprint import EXACT, Provenance
 from kvtier.tiering.holds import hold_end
-from kvtier.tiering.packing import as_tensor
+from kvtier.tiering.packing import as_operand, as_tensor
 from kvtier.tiering.reader import Query
 from kvtier.tiering.record_format import require_name
 from kvtier.tiering.sequence import Sequence
@@ -80,6 +80,7 @@ class Store(StoreCore):
                     f"{len(sequence.tokens)} are named, {len(wanted)} given. Call name_tokens"
                 )
             sequence.declare(wanted[:held])
+            self._writer.sealer.finish(sequence)
             views = self._restorer.walk(sequence, wanted)
             starts = {view.segment.start for view in stored_ranges.sound(views, held)}
             ends = {view.end for view in views if stored_ranges.is_whole_loss(view)}
@@ -119,6 +120,7 @@ class Store(StoreCore):
                     f"{held} tokens cannot be grafted in: no segment of this sequence ends there"
                 )
             self._writer.freeze(other)
+            self._writer.sealer.finish(sequence)
             old = [view for view in sequence.views if view.end <= held]
             behind = sequence.views[len(old) :]
             sequence.views, other.views = (*other.views, *behind), ()
@@ -234,8 +236,9 @@ class Store(StoreCore):
 
         keys [kv_heads, n, key_width], values [kv_heads, n, value_width]: torch tensors or numpy
         arrays of the store's dtype. Whole Segments go to the region at once; they are committed
-        when their last layer arrives, if their tokens are named. Raises ConfigError,
-        CapacityError, DeviceError.
+        when their last layer arrives, if their tokens are named. By keys (Config.placement), one
+        that was begun before goes there bit by bit, with the passes that follow. Raises
+        ConfigError, CapacityError, DeviceError.
         """
         with self._lock:
             self._require_open(sequence)
@@ -269,11 +272,11 @@ class Store(StoreCore):
             width = self.geometry.layers[layer].key_width
             asked = Query(
                 layer,
-                as_tensor(query),
+                as_operand(query),
                 1.0 / math.sqrt(width) if scale is None else scale,
                 softcap,
-                None if keys is None else as_tensor(keys),
-                None if values is None else as_tensor(values),
+                None if keys is None else as_operand(keys),
+                None if values is None else as_operand(values),
             )
             try:
                 if budget is not None and self._is_sparse(sequence, layer, budget):

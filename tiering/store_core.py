@@ -41,9 +41,10 @@ from kvtier.tiering.room import Room
 from kvtier.tiering.scrubber import RATE_DEFAULT, Scrubber
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.sparse_reader import SparseReader
-from kvtier.tiering.stats import StoreStats, catalog_bytes, collect
+from kvtier.tiering.stats import SparseCounts, StoreStats, catalog_bytes, collect
 from kvtier.tiering.stats_file import StatsFile
 from kvtier.tiering.store_files import COSTS
+from kvtier.tiering.stored_digests import DigestKind
 from kvtier.tiering.transfer import Mover
 from kvtier.tiering.writer import Writer, hot_bytes_min
 
@@ -84,7 +85,7 @@ class StoreCore:
         self.costs = self._restorer.costs
         """What loading and computing take here, as measured."""
         self.costs.calibrated(files.measured.values())
-        self.costs.restore(self._costs_path, fingerprint.hex)
+        self.costs.restore(self.directory / COSTS, fingerprint.hex)
         self._holds = Holds(files.ledger, config.hold_limit_bytes(files.allocator.window_bytes))
         self._fingerprint_id = add_fingerprint(files, self._space, fingerprint, geometry)
         self._committer = Committer(
@@ -96,7 +97,7 @@ class StoreCore:
         self._blobs = BlobShelf(self._extents, files.ledger, self._fingerprint_id)
         self._blobs.load()
         self._catalog_bytes_at_open = catalog_bytes(files.catalog.path)
-        self._stats_file = StatsFile(Path(files.catalog.path).parent, region.store_uuid)
+        self._stats_file = StatsFile(self.directory, region.store_uuid)
         self._write_stats(is_open=True)  # So is seen who will only read.
 
     def _make_walk(self, config: Config, placement: Placement) -> None:
@@ -113,7 +114,11 @@ class StoreCore:
         self._registry = Registry(ledger, self._residency)
         self._space = DriveSpace(files.allocator, ledger, self._registry)
         self._extents = ExtentIO(geometry, owner, region.device, self._space, buffers)
-        self._extent_writer = ExtentWriter(self._extents, self._residency, placement)
+        digests = DigestKind(geometry, config.sketch_bits or None)
+        self._extent_writer = ExtentWriter(
+            *(self._extents, self._residency, placement),
+            digests if config.placement == "keys" else None,
+        )
         self._extents.finish_writes = self._extent_writer.finish
         self._room = Room(geometry, self._residency)
         self._mover = Mover(geometry, self._residency, self._room, self._extents)
@@ -122,9 +127,7 @@ class StoreCore:
             geometry, self._residency, self._mover, self._extent_writer, self._registry
         )
         self._reader = Reader(geometry, self._residency, self._mover)
-        self._sparse = SparseReader(
-            self._reader, self._writer.write_out, config.sketch_bits or None
-        )
+        self._sparse = SparseReader(self._reader, self._writer.sealer.write_out, digests)
         self._registry.on_moved = self._sparse.forget
 
     @classmethod
@@ -299,6 +302,21 @@ class StoreCore:
             self._require_open()
             return collect(self)
 
+    def sparse_counts(self) -> SparseCounts:
+        """A few of the numbers of `stats`, for who asks before and after each answer."""
+        sparse = self._sparse
+        with self._lock:
+            return SparseCounts(
+                sparse.attention.pages_to_choose,
+                sparse.attention.pages_chosen,
+                sparse.recall.counters.bytes_read,
+            )
+
+    @property
+    def directory(self) -> Path:
+        """Where the store's files lie."""
+        return Path(self._files.catalog.path).parent
+
     def _require_open(self, sequence: Sequence | None = None, *, is_urgent: bool = False) -> None:
         """is_urgent: somebody waits for bytes, and not for the file of numbers as well."""
         if self._closed:
@@ -316,6 +334,7 @@ class StoreCore:
             sequence.require_open()
 
     def _release_views(self, sequence: Sequence) -> None:
+        self._writer.sealer.end(sequence, self._committer.commit)
         self._writer.growing.discard(sequence)
         sequence.reserved_bytes = 0
         self._restorer.tables.keep(sequence.views, sequence.table.placed)
@@ -351,14 +370,12 @@ class StoreCore:
                 self._extents.buffers.close()
                 self._sparse.recall.close()
 
-    @property
-    def _costs_path(self) -> Path:
-        return Path(self._files.catalog.path).parent / COSTS
-
     def _seal_and_settle(self) -> None:
         """What fails here must not keep the store from being closed."""
         path = self._files.region.path
-        self.costs.keep(self._costs_path, self.fingerprint.hex)
+        for sequence in list(self._own):
+            self._writer.sealer.end(sequence, self._committer.commit)
+        self.costs.keep(self.directory / COSTS, self.fingerprint.hex)
         try:
             self._blobs.flush()
         except KvtierError as error:

@@ -34,6 +34,7 @@ from kvtier.io.lock import StoreLock
 from kvtier.io.region_place import RegionPlace
 from kvtier.io.small_file import read_small, replace_file
 from kvtier.io.superblock import DATA_START, REGIONS_MAX, copy_offsets
+from kvtier.tiering.budget_profile import PROFILE
 from kvtier.tiering.stats_file import STATS
 
 SETTINGS = "store.yaml"
@@ -51,7 +52,7 @@ CATALOG_FILES = {
 }
 OWN_FILES = {
     *(*CATALOG_FILES, LOCK, REGION, f"{SETTINGS}.new"),
-    *(name + suffix for name in (STATS, CALIBRATION, COSTS) for suffix in ("", ".new")),
+    *(name + suffix for name in (STATS, CALIBRATION, COSTS, PROFILE) for suffix in ("", ".new")),
 }
 LOST = f"{CATALOG}.lost-"
 REBUILT = f"{CATALOG}.rebuilt"

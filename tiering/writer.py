@@ -1,21 +1,18 @@
 """The write path: tokens into the Tail's Frames, complete layers of Segments onto the device.
 
 Invariants:
-- Dirty Pages are those of Tails, of Tails that a fork froze and nobody has written yet, and of
-  what was one of these and is on its way to the device.
+- Dirty Pages are those of Tails, of Segments that are being sealed, of Tails that a fork froze and
+  nobody has written yet, and of what was one of these and is on its way to the device.
   Together with what passes in progress will still need, they leave room in HOT for one whole
   unit, so that reading can always go on.
 - Room for a whole pass is secured when the pass begins, in its first layer, because only between
   passes can a Tail be sealed to make room.
 """
 
-from itertools import groupby
-
 import numpy as np
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.extent_format import extent_bytes
 from kvtier.tiering.extent_io import Unit
 from kvtier.tiering.extent_writer import ExtentWriter, UnitWrite
 from kvtier.tiering.geometry import SEGMENT_TOKENS, Geometry, pages_of
@@ -23,6 +20,7 @@ from kvtier.tiering.packing import require_rows
 from kvtier.tiering.passes import Passes
 from kvtier.tiering.registry import Registry
 from kvtier.tiering.residency import Residency
+from kvtier.tiering.sealing import Sealer
 from kvtier.tiering.segment import Segment, SegmentView
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.transfer import Mover
@@ -65,6 +63,7 @@ class Writer:
         self._room_bytes = residency.hot.tier.limit_bytes - unit_bytes_max(geometry)
         self._page_bytes = hot_bytes_min(geometry) - unit_bytes_max(geometry)
         self.passes = Passes(residency)
+        self.sealer = Sealer(geometry, mover, extents, registry)
 
     # ---- append -----------------------------------------------------------------------------
 
@@ -77,6 +76,14 @@ class Writer:
         Raises ConfigError, CapacityError (HOT or region full), DeviceError.
         """
         require_rows(self.geometry, layer, keys, values)
+        completed = self._append(sequence, layer, keys, values)
+        if sequence.sealing is not None and sequence.between_passes:
+            return self.sealer.advance(sequence, keys.shape[1]) or completed
+        return completed
+
+    def _append(
+        self, sequence: Sequence, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> bool:
         count = keys.shape[1]
         if sequence.between_passes:
             self._secure_room(sequence, count)
@@ -90,15 +97,15 @@ class Writer:
             sequence.reserved_bytes = max(0, sequence.reserved_bytes - taken)
             return False
         parts = self._parts(sequence, layer, count)
+        filled = [segment.filled[layer] for segment, _ in parts]
+        written = [each for each in parts if self._goes_straight(*each, layer)]
         completed = [
             self._completed(Unit(segment, layer), keys[:, part], values[:, part])
-            for segment, part in parts
-            if segment.filled[layer] + part.stop - part.start == segment.token_count
+            for segment, part in written
         ]
-        filled = [segment.filled[layer] for segment, _ in parts]
         try:
             # What may fail comes first, and leaves the Frames of complete units alone.
-            for segment, part in parts[len(completed) :]:
+            for segment, part in [each for each in parts if each not in written]:
                 taken = self._append_to_frames(segment, layer, keys[:, part], values[:, part])
                 sequence.reserved_bytes = max(0, sequence.reserved_bytes - taken)
             self.extents.write(completed)
@@ -123,6 +130,12 @@ class Writer:
             parts.append((segment, slice(done, done + take)))
             done += take
         return parts
+
+    def _goes_straight(self, segment: Segment, part: slice, layer: int) -> bool:
+        """Whether a unit goes to the drive now: it is whole, and its order need not wait."""
+        begun = segment.filled[layer]
+        whole = begun + part.stop - part.start == segment.token_count
+        return whole and not (begun and self.extents.placement.in_steps)
 
     def _completed(self, unit: Unit, keys: torch.Tensor, values: torch.Tensor) -> UnitWrite:
         """A unit made of what its Frames hold, if anything, and its last tokens."""
@@ -178,21 +191,18 @@ class Writer:
         self.residency.touch_unit(layer, segment.slot)
         return taken_bytes
 
-    def _write_from_frames(self, units: list[Unit]) -> None:
-        """Begin to write units of frozen Segments that HOT alone has. They stay dirty until the
-        drive has them. Raises CapacityError, DeviceError."""
-        writes = [UnitWrite(unit, *self.mover.tensors(unit)) for unit in units]
-        self.extents.write(writes)
-        for write in writes:
-            self.mover.reorder(write)
-
     def _collect(self, sequence: Sequence) -> bool:
         """Move Segments that are complete in all layers from the Tail to the views."""
         moved = False
         while sequence.tail and min(sequence.tail[0].filled) == sequence.tail[0].token_count:
+            # Where passes are long, it is not worth while to do it in steps.
+            self.sealer.finish(sequence)
             segment = sequence.tail.pop(0)
             segment.freeze()
-            sequence.views = (*sequence.views, SegmentView(segment, segment.token_count))
+            before = sequence.views
+            sequence.views = (*before, SegmentView(segment, segment.token_count))
+            if self.extents.placement.in_steps:
+                self.sealer.begin(sequence, segment, before)
             moved = True
         return moved
 
@@ -204,7 +214,9 @@ class Writer:
         sequence.pass_goes_straight = False
         needed = self._pass_bytes(sequence, count)
         if not self._has_room_for(needed):
-            # What is on its way is clean when it arrives.
+            # What is being sealed, or on its way, is clean when it arrives.
+            for each in self.growing:
+                self.sealer.finish(each)
             self.extents.finish_all()
         if not self._has_room_for(needed):
             for each in self._sealable():
@@ -258,23 +270,11 @@ class Writer:
             (
                 each
                 for each in self.growing
-                if each.between_passes and (each.tail or self._unwritten(each))
+                if each.between_passes and (each.tail or self.sealer.unwritten(each))
             ),
             key=lambda each: each.length() - each.sealed_tokens,
             reverse=True,
         )
-
-    def _unwritten(self, sequence: Sequence) -> list[Unit]:
-        """Units of frozen Segments that are not on the device and that HOT has. What the device
-        did not take may have left HOT: then it is lost."""
-        return [
-            Unit(view.segment, layer)
-            for view in sequence.views
-            if not view.segment.written
-            for layer in range(view.segment.layers)
-            if view.segment.extents[layer] is None
-            and self.residency.hot.pages[layer, view.segment.slot]
-        ]
 
     # ---- sealing ----------------------------------------------------------------------------
 
@@ -290,53 +290,23 @@ class Writer:
         assert len(sequence.tail) == 1, "complete Segments leave the Tail at once"
         segment = sequence.tail.pop()
         segment.freeze()
+        sealing = sequence.sealing
         sequence.views = (*sequence.views, SegmentView(segment, segment.token_count))
+        sequence.sealing = sealing
         return segment
 
     def seal(self, sequence: Sequence) -> None:
         """End the Tail and write what is not on the device yet."""
         self.freeze(sequence)
-        self.write_out(sequence)
-
-    def write_out(self, sequence: Sequence) -> None:
-        """Begin to write every frozen Segment of a Sequence that exists in HOT alone, and write
-        anew what a flush that failed may have lost."""
-        lost = [view.segment for view in sequence.views if self.extents.may_be_lost(view.segment)]
-        unwritten = self._unwritten(sequence)
-        for _, some in groupby(unwritten, lambda unit: unit.segment.start):
-            self._write_from_frames(list(some))
-        for segment in lost:
-            # One by one: HOT need not have room for more. Room on the drive may take a flush,
-            # which may fail too: then it counts as lost once more.
-            epoch = self.extents.device.failed_flushes
-            for layer in range(segment.layers):
-                unit = Unit(segment, layer)
-                self._take_back(unit)
-                self._write_from_frames([unit])
-                self.extents.finish([unit])
-            segment.flush_epoch = epoch
+        self.sealer.finish(sequence)
+        self.sealer.write_out(sequence)
 
     def unsaved_bytes(self, sequence: Sequence) -> int:
         """Bytes that the Extents of a Sequence take which no row of the catalog names yet."""
         counts = [v.segment.token_count for v in sequence.views if v.segment.catalog_id is None]
         counts.append(sequence.length() - sequence.sealed_tokens)
-        shapes, layers = self.geometry, range(len(self.geometry.layers))
-        return sum(extent_bytes(shapes, each, n) for n in counts if n for each in layers)
-
-    def _take_back(self, unit: Unit) -> None:
-        """Make HOT the only place of an uncommitted unit. Raises FormatError, DeviceError."""
-        segment, layer = unit.segment, unit.layer
-        loaded = self.mover.load([unit])
-        assert loaded, "HOT always has room for one unit"
-        keys, values = self.mover.tensors(unit)
-        self.registry.free_extents(segment, [layer])
-        segment.orders[layer] = None
-        # Frames in the order that a placement chose would be taken for the order of positions.
-        self.residency.on_nvme[layer, segment.slot] = False
-        self.residency.hot.drop(layer, segment.slot)
-        self.residency.host.drop(layer, segment.slot)
-        segment.filled[layer] = 0
-        self.mover.append(segment, layer, keys, values)
+        layers = range(len(self.geometry.layers))
+        return sum(self.extents.stored_bytes(each, n) for n in counts if n for each in layers)
 
     # ---- copy-on-write ----------------------------------------------------------------------
 
@@ -346,7 +316,7 @@ class Writer:
         if sequence.length() - sequence.sealed_tokens >= FORK_COPY_TOKENS_MAX:
             self.freeze(sequence)
         twin.tokens = sequence.tokens
-        twin.views = sequence.views
+        twin.views, twin.sealing = sequence.views, sequence.sealing
         for view in twin.views:
             view.segment.references += 1
         # What is shared but not written yet stays sealable when the original is gone.
@@ -361,7 +331,7 @@ class Writer:
         for layer in range(sequence.layers):
             self.mover.load([Unit(source, layer)])
             keys, values = self.mover.tensors(Unit(source, layer))
-            self.append(sequence, layer, keys[:, :count], values[:, :count])
+            self._append(sequence, layer, keys[:, :count], values[:, :count])
 
     def crop(self, sequence: Sequence, length: int) -> list[Segment]:
         """Forget tokens from `length` on; returns the Segments that this Sequence let go.
