@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from bench.fidelity_attention import RECENT_TOKENS, SimulatedLayer, read
 from bench.fidelity_policies import POLICIES, Layouts, kept, layouts_of
 from bench.fidelity_tasks import DOCS, TEXT, Suffix, encode, make_task
+from kvtier.kernels.divergence import divergence
 from kvtier.tiering.geometry import PAGE_TOKENS
 from kvtier.tools.bench_form import commit
 
@@ -31,6 +32,7 @@ SOURCES = (
     "bench/fidelity_*.py",
     "kernels/clustering.py",
     "kernels/digests.py",
+    "kernels/divergence.py",
     "kernels/packed_codes.py",
     "kernels/page_*.py",
     "kernels/paged_attention.py",
@@ -39,6 +41,7 @@ SOURCES = (
     "kernels/rotation.py",
     "kernels/selection.py",
     "kernels/sketch.py",
+    "tools/task_texts.py",
 )
 """What a figure of the simulation depends on."""
 SOURCES_OF = {
@@ -123,13 +126,6 @@ def code_version(task: str) -> str:
         for path in sorted(ROOT.glob(pattern)):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def divergence(full: Tensor, sparse: Tensor) -> Tensor:
-    """Kullback-Leibler divergence in nats of the distributions of logits [n, vocabulary], the full
-    one's from the sparse one's, [n]."""
-    wanted, found = full.log_softmax(-1), sparse.log_softmax(-1)
-    return (wanted.exp() * (wanted - found)).sum(-1).clamp_(min=0.0)
 
 
 def right_fields(logits: Tensor, suffix: Suffix) -> list[bool]:

@@ -5,11 +5,12 @@ text goes on where the context ends. Everything follows from name, length and se
 """
 
 import random
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kvtier.tools.task_texts import CITIES, FIRST_NAMES, JOBS, LAST_NAMES, WORDS, haystack
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ("ARCHITECTURE.md", "field_reports.md", "guarantees.md", "performance.md")
@@ -27,30 +28,6 @@ ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
 END = "<|im_end|>"
 
 
-def words(text: str) -> list[str]:
-    return text.split()
-
-
-WORDS = words(
-    "amber cobalt willow falcon marble cedar comet harbor meadow saffron tundra velvet walnut "
-    "zephyr lagoon pepper"
-)
-FIRST_NAMES = words(
-    "Anna Luca Priya Tomas Ines Kenji Amara Sven Mei Omar Clara Ivan Lena Rafael Zara Hugo Nora "
-    "Pavel Salma Victor Yuki Elif Marek Dana Felix Gita Jonas Katya Leo Mina"
-)
-LAST_NAMES = words(
-    "Berg Moretti Nair Novak Duarte Mori Obi Lund Chen Haddad Weiss Petrov Fischer Costa Khan "
-    "Blanc Quinn Horak Idris Reyes Tanaka Kaya Wolski Levi Brandt Rao Vik Orlova Rossi Park"
-)
-CITIES = words(
-    "Oslo Turin Pune Brno Porto Kyoto Lagos Malmo Wuhan Amman Graz Sofia Bonn Recife Lahore Lyon "
-    "Cork Plzen Khartoum Bogota Osaka Izmir Lublin Haifa Ulm Mysore Bergen Perm Parma Busan"
-)
-JOBS = words(
-    "nurse welder pilot baker chemist plumber teacher lawyer painter farmer dentist courier "
-    "florist tailor geologist"
-)
 RECORDS = (
     "{name}, a {age}-year-old {job}, moved to {city} some years ago after a long search for work. "
     "The office issued badge {badge}, and payroll lists a yearly salary of {salary} for this "
@@ -133,7 +110,7 @@ def _retrieval(tokens: int, chance: random.Random, count: Count) -> Task:
     )
     left = tokens - count(begin) - sum(count(each) for each in sentences)
     body = []
-    for sentence in _haystack(chance):
+    for sentence in haystack(chance):
         left -= count(sentence)
         if left < 0:
             break
@@ -156,16 +133,6 @@ def _retrieval(tokens: int, chance: random.Random, count: Count) -> Task:
         tuple(listed),
     )
     return Task(begin + " ".join(body) + "\n", (single, every))
-
-
-def _haystack(chance: random.Random) -> list[str]:
-    """Sentences of the Python documentation, which every Python carries."""
-    from pydoc_data.topics import topics
-
-    articles = [re.sub(r"\s+", " ", text).strip() for _, text in sorted(topics.items())]
-    articles = [each for each in articles if len(each) > 2500]
-    chance.shuffle(articles)
-    return re.split(r"(?<=\.) ", " ".join(articles))
 
 
 def _extraction(tokens: int, chance: random.Random, count: Count) -> Task:

@@ -33,7 +33,6 @@ from bench.fidelity_run import (
     Runner,
     cases,
     code_version,
-    divergence,
     right_fields,
 )
 from bench.fidelity_summary import (
@@ -57,6 +56,7 @@ from bench.fidelity_tasks import (
     encode,
     make_task,
 )
+from kvtier.kernels.divergence import divergence
 from kvtier.kernels.rotary import Rotary
 from kvtier.tiering.adapters import attention
 from tests.model_cases import prompt, qwen2

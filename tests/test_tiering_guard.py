@@ -19,20 +19,43 @@ from kvtier.tiering.guard import (
 
 def due(level: str, steps: int, margin: float = 1.0) -> list[int]:
     schedule = schedule_of(level)
-    return [step for step in range(1, steps + 1) if schedule.is_due(step, margin)]
+    found = [0]
+    for step in range(1, steps + 1):
+        if schedule.is_due(step, margin, found[-1]):
+            found.append(step)
+    return found[1:]
 
 
 def test_the_first_tokens_are_audited_and_then_every_nth() -> None:
     assert due("off", 100) == []
-    assert due("light", 100) == [1, 2, 32, 64, 96]
+    assert due("light", 200) == [1, 2, 66, 130, 194]
     assert due("strict", 32) == [1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32]
 
 
-def test_uncertain_steps_are_audited_where_the_level_says_so() -> None:
-    assert SCHEDULES["strict"].is_due(9, margin=0.05)
-    assert not SCHEDULES["strict"].is_due(9, margin=0.5)
-    assert not SCHEDULES["light"].is_due(9, margin=0.0)
-    assert not SCHEDULES["off"].is_due(1, margin=0.0)
+def test_the_less_sure_a_step_is_the_sooner_it_is_audited() -> None:
+    light, strict = SCHEDULES["light"], SCHEDULES["strict"]
+    assert light.is_due(34, margin=0.5, last=2)
+    assert not light.is_due(33, margin=0.5, last=2)
+    assert strict.is_due(9, margin=0.1, last=8)
+    assert not strict.is_due(9, margin=0.2, last=8)
+    assert not SCHEDULES["off"].is_due(1, margin=0.0, last=0)
+
+
+def test_an_answer_that_is_uncertain_throughout_costs_no_more_than_its_gaps_allow() -> None:
+    assert due("light", 50, margin=0.0) == [1, 2, 18, 34, 50]
+    assert due("strict", 50, margin=0.0) == list(range(1, 51))
+
+
+def test_a_margin_that_is_no_number_is_uncertain() -> None:
+    assert due("light", 34, margin=math.nan) == [1, 2, 18, 34]
+    assert due("off", 34, margin=math.nan) == []
+
+
+def test_audits_know_which_was_the_last() -> None:
+    audits = Audits(0.125)
+    assert audits.last == 0
+    audits.note(7, 0.0)
+    assert audits.last == 7
 
 
 @pytest.mark.parametrize("level", ["paranoid", None, 1, ["light"]])

@@ -213,35 +213,10 @@ def test_worker_that_fails_is_a_clear_error(
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen2 of two layers whose tokens are bytes, with a chat template."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: index for index, letter in enumerate([*alphabet, "<end>"])}
-    raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="<end>", pad_token="<end>"
-    )
-    tokenizer.chat_template = "{% for m in messages %}User: {{ m.content }}\nA: {% endfor %}"
-    torch.manual_seed(3)
-    config = transformers.Qwen2Config(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        initializer_range=0.2,
-        eos_token_id=vocabulary["<end>"],
-        bos_token_id=None,
-    )
-    folder = tmp_path_factory.mktemp("tiny-model")
-    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    pytest.importorskip("transformers")
+    from tests.tiny_model import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("tiny-model"))
 
 
 def run_demo(folder: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:

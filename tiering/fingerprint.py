@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,6 +10,9 @@ from kvtier.errors import ConfigError, FormatError
 
 PROVENANCE_BYTES = 56
 """Room that an extent header has for the text of a Provenance."""
+BUDGETS_DIGITS = 24
+"""Hexadecimal digits that stand for the budgets of layers: no two lists of them were ever found
+that share so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,14 @@ class Fingerprint:
     def hex(self) -> str:
         return self.digest.hex()
 
+    def model_hex(self) -> str:
+        """Of the description without its tenant: the same for all who use the same model."""
+        content = json.loads(self.description)
+        if isinstance(content, dict):
+            content.pop("namespace", None)
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
@@ -73,12 +84,19 @@ class Provenance:
             )
 
     @classmethod
-    def approximate(cls, budget: float, codec: str) -> Self:
-        """budget: the share of the context that was read, above 0 and at most 1."""
-        if not 0 < budget <= 1:
+    def approximate(cls, budget: float | Sequence[float], codec: str) -> Self:
+        """budget: the share of the context that was read, above 0 and at most 1, or that of each
+        layer. Shares that are all alike are one."""
+        shares = list(budget) if isinstance(budget, Sequence) else [budget]
+        if not shares or not all(0 < each <= 1 for each in shares):
             raise ConfigError(f"a budget is above 0 and at most 1: got {budget}")
         # repr, not :g: two budgets must never share one text.
-        return cls(f"approximate:budget={float(budget)!r},codec={codec}")
+        texts = [repr(float(each)) for each in shares]
+        if len(set(texts)) == 1:
+            return cls(f"approximate:budget={texts[0]},codec={codec}")
+        # A header has no room for the shares of many layers.
+        digest = hashlib.sha256(",".join(texts).encode()).hexdigest()[:BUDGETS_DIGITS]
+        return cls(f"approximate:budgets={digest},codec={codec}")
 
     def may_follow(self, before: "Provenance") -> bool:
         """Whether such a Segment may continue one of the provenance `before`: its own, or exact

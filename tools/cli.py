@@ -9,7 +9,7 @@ import typer
 
 from kvtier import __version__
 from kvtier.errors import KvtierError
-from kvtier.tools import bench_commands, operator_commands
+from kvtier.tools import bench_commands, guard_commands, operator_commands
 from kvtier.tools.command_parts import (
     EXIT_CODES,
     EXIT_FOUND,
@@ -256,6 +256,7 @@ def _path(text: str | None) -> Path | None:
 
 app.add_typer(operator_commands.app)
 app.add_typer(bench_commands.app, name="bench")
+app.add_typer(guard_commands.app, name="guard")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ EXIT_FOUND = 1
 EXIT_REFUSED = 2
 EXIT_STOPPED = 130
 EXIT_CODES = (
-    "Exit codes: 0 all well; 1 verify or scrub found something, rebuild left something out, or the "
-    "demo broke a promise; "
+    "Exit codes: 0 all well; 1 verify or scrub found something, rebuild left something out, the "
+    "demo broke a promise, or guard run saw a task collapse; "
     "2 the request could not be carried out (bad arguments, not a store, device refused, not "
     "confirmed); "
     "130 stopped from the keyboard."

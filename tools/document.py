@@ -59,7 +59,7 @@ def from_file(path: Path) -> Document:
 def prompts(document: Document, tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
     """The token ids of one prompt per question: the document (cut), then the question."""
     text = cut(document.text, tokenizer)
-    return [_prompt(f"{text}\n\n{question}", tokenizer) for question in document.questions]
+    return [prompt_of(f"{text}\n\n{question}", tokenizer) for question in document.questions]
 
 
 def cut(text: str, tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -82,7 +82,8 @@ def shared_prefix(rows: list[list[int]]) -> int:
     return shared
 
 
-def _prompt(content: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+def prompt_of(content: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The token ids of a user's message, and of what its answer begins with."""
     if tokenizer.chat_template is None:
         return list(tokenizer(f"{content}\nAnswer:", add_special_tokens=True)["input_ids"])
     text = tokenizer.apply_chat_template(

@@ -16,9 +16,10 @@ import torch
 from transformers import PreTrainedModel
 
 from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.kernels.divergence import divergence
 from kvtier.tiering.adapters.huggingface import TieredCache
-from kvtier.tiering.guard import Audits, Schedule, schedule_of
-from kvtier.tiering.stats import StoreStats
+from kvtier.tiering.adapters.report import Report
+from kvtier.tiering.guard import Schedule, schedule_of
 
 REFUSED = {
     "num_beams": 1,
@@ -31,29 +32,6 @@ REFUSED = {
     "past_key_values": None,
 }
 """Options of the library's `generate` that this one does not take, unless they say nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What an answer was made with.
-
-    budget: the share of the context that its last step was allowed to read; 1: all of it. steps:
-    tokens read after the prompt. audits: how many of them were compared with exact ones.
-    worst_divergence: the largest of these, in nats. escalations: steps (from 1 on) whose audit
-    widened the budget. taken_back: tokens that were generated again after an alarm. pages_chosen,
-    pages_to_choose: Pages that sparse steps read, and had to choose from. bytes_recalled: what they
-    read from the drive, beside whole layers.
-    """
-
-    budget: float
-    steps: int
-    audits: int
-    worst_divergence: float
-    escalations: tuple[int, ...]
-    taken_back: int
-    pages_chosen: int
-    pages_to_choose: int
-    bytes_recalled: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +72,14 @@ def generate(
     for name, nothing in REFUSED.items():
         if options.get(name, nothing) != nothing:
             raise UnsupportedError(f"kvtier.generate does not take {name}={options[name]!r}")
-    before = cache.rows.store.stats()
+    cache.begin_tally()
     # The library hands no streamer on to a loop that is not its own.
     loop = _Loop(cache, seed, options.get("streamer"))
     with cache.mode.guarded():
         # The library's types say "a name of a repository"; its documentation "or a callable".
         decode: Any = model.generate
         tokens: torch.Tensor = decode(input_ids, cache=cache, custom_generate=loop.run, **options)
-    return Answer(tokens, loop.report(before, cache.rows.store.stats()))
+    return Answer(tokens, cache.report())
 
 
 @dataclass(slots=True)
@@ -114,35 +92,16 @@ class _Confirmed:
 
 @dataclass(slots=True)
 class _Loop:
-    """One answer."""
+    """One answer; what it counts goes to the cache's tally."""
 
     cache: TieredCache
     seed: int | None
     streamer: Any
-    steps: int = 0
-    taken_back: int = 0
     schedule: Schedule = field(init=False)
-    audits: Audits = field(init=False)
     _streamed: int = 0
 
     def __post_init__(self) -> None:
         self.schedule = schedule_of(self.cache.mode.level)
-        self.audits = Audits(self.cache.mode.budget)
-
-    def report(self, before: StoreStats, after: StoreStats) -> Report:
-        """Counts are those of the store: of others' answers too, where there are any meanwhile."""
-        audits = self.audits
-        return Report(
-            budget=audits.budget,
-            steps=self.steps,
-            audits=len(audits.divergences),
-            worst_divergence=audits.worst,
-            escalations=tuple(audits.escalations),
-            taken_back=self.taken_back,
-            pages_chosen=after.pages_chosen - before.pages_chosen,
-            pages_to_choose=after.pages_to_choose - before.pages_to_choose,
-            bytes_recalled=after.bytes_recalled - before.bytes_recalled,
-        )
 
     def run(
         self,
@@ -197,24 +156,26 @@ class _Loop:
     ) -> tuple[torch.Tensor, bool | None]:
         """Read one token [1, 1]: the logits of what follows it, and whether its audit was an alarm
         (None: it was not audited)."""
-        self.steps += 1
-        mode = self.cache.mode
+        mode, tally = self.cache.mode, self.cache.tally
+        tally.steps += 1
         logits = self._read(model, chosen)
-        sparse = mode.budget_of(self.cache.get_seq_length() - 1, 1)
-        if sparse is None or not self.schedule.is_due(self.steps, _margin(logits)):
-            return logits, None if sparse is not None else False
+        if not mode.is_sparse(self.cache.get_seq_length() - 1, 1):
+            return logits, False
+        if not self.schedule.is_due(tally.steps, _margin(logits), tally.audits.last):
+            return logits, None
         self.cache.crop(-1)
         with mode.exactly():
             exact = self._read(model, chosen)
-        alarm = self.audits.note(self.steps, _divergence(exact, logits))
-        mode.budget = self.audits.budget
+        alarm = tally.audits.note(tally.steps, float(divergence(exact, logits)))
+        if alarm:
+            mode.widen(tally.audits.budget)
         return exact, alarm
 
     def _go_back(
         self, input_ids: torch.Tensor, confirmed: _Confirmed
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take back what was generated since an audit found nothing."""
-        self.taken_back += input_ids.shape[1] - confirmed.length
+        self.cache.tally.taken_back += input_ids.shape[1] - confirmed.length
         self.cache.crop(confirmed.length - self.cache.get_seq_length())
         return input_ids[:, : confirmed.length], confirmed.logits
 
@@ -237,9 +198,3 @@ def _margin(logits: torch.Tensor) -> float:
     """How much more probable the best token is than the second."""
     best = logits.softmax(-1).topk(2, -1).values[0]
     return float(best[0] - best[1])
-
-
-def _divergence(exact: torch.Tensor, sparse: torch.Tensor) -> float:
-    """Kullback-Leibler divergence of the exact next-token distribution from the sparse one."""
-    wanted, found = exact.log_softmax(-1), sparse.log_softmax(-1)
-    return float((wanted.exp() * (wanted - found)).sum())

@@ -23,11 +23,12 @@ from transformers.cache_utils import Cache
 
 from kvtier.errors import ConfigError
 from kvtier.tiering.adapters.batch import Ids, Rows, as_batch, left_pads
+from kvtier.tiering.adapters.report import Report, Tally
 from kvtier.tiering.adapters.restoring import mending, restore
 from kvtier.tiering.adapters.sparse_mode import SparseMode, as_budget
 from kvtier.tiering.adapters.tiered_layer import TieredLayer
 from kvtier.tiering.chain import Tokens
-from kvtier.tiering.guard import Level
+from kvtier.tiering.guard import Audits, Level
 from kvtier.tiering.plan_runner import PlanName, Wish
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.store import Store
@@ -45,9 +46,10 @@ class TieredCache(Cache):
     and computes only the holes in it; "recompute" uses nothing that is stored; "both" is what it
     says. deadline_s: what cannot be loaded in so many seconds is computed.
 
-    budget: the share of the context, in bytes, that a generated token attends to; the prompt's own
-    tokens attend to everything. guard: how often `kvtier.generate` compares a step with an exact
-    one ("off", "light", "strict"); it plays no part where the budget is "exact".
+    budget: the share of the context, in bytes, that a generated token attends to, or a tuple of one
+    for each layer; the prompt's own tokens attend to everything. "profile": what `kvtier guard run`
+    found for this model. guard: how often `kvtier.generate` compares a step with an exact one
+    ("off", "light", "strict"); it plays no part where everything is read.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class TieredCache(Cache):
         *,
         plan: PlanName = "auto",
         deadline_s: float | None = None,
-        budget: float | Literal["exact"] = "exact",
+        budget: float | tuple[float, ...] | Literal["exact", "profile"] = "exact",
         guard: Level = "light",
     ) -> None:
         if not isinstance(store, Store):
@@ -72,7 +74,7 @@ class TieredCache(Cache):
         """What follows a row that ended before others; set it where `generate` is told another."""
         streams = [ids[row, pad:] for row, pad in enumerate(pads)]
         rows = Rows(store, pads, [])
-        rows.mode = SparseMode(as_budget(budget), guard, ids.shape[1])
+        rows.mode = SparseMode(as_budget(budget, store), guard, ids.shape[1])
         self._setup(rows)
         if hasattr(store, "model"):
             rows.compute = partial(compute_alone, store.model, store)
@@ -90,6 +92,7 @@ class TieredCache(Cache):
         self.rows = rows
         layers = [TieredLayer(rows, layer) for layer in range(len(rows.store.geometry.layers))]
         super().__init__(layers=list(layers))
+        self.begin_tally()
 
     @property
     def mode(self) -> SparseMode:
@@ -128,6 +131,8 @@ class TieredCache(Cache):
             if len(new) and len(known) == sequence.length() and not self._ended(sequence, new):
                 rows.store.name_tokens(sequence, np.concatenate([known, new]))
         rows.announce(ids.shape[1])
+        if not self.mode.is_guarded:
+            self.tally.steps += max(0, at + ids.shape[1] - max(at, self.mode.prompt_columns))
 
     def _ended(self, sequence: Sequence, new: Ids) -> bool:
         """Whether a row of a batch is fed padding because others go on. Such tokens are left
@@ -197,6 +202,15 @@ class TieredCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TieredCache":
         return self.fork()
+
+    def begin_tally(self) -> None:
+        """What `report` says counts from now on."""
+        self.tally = Tally(self.rows.store.sparse_counts(), Audits(self.mode.share))
+
+    def report(self) -> Report:
+        """What the last answer of `kvtier.generate` was made with, so far; before the first one,
+        or without it, all that was read since this cache was made."""
+        return self.tally.report(self.mode.share, self.rows.store.sparse_counts())
 
     def close(self) -> None:
         """Let go of the Sequences now. What was saved stays saved."""

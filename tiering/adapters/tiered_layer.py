@@ -47,7 +47,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"{len(rows.sequences)}"
             )
         count = key_states.shape[2]
-        is_sparse = rows.mode.budget_of(rows.columns[self.layer], count) is not None
+        is_sparse = rows.mode.is_sparse(rows.columns[self.layer], count)
         at = rows.advance(self.layer, count)
         for row, (pad, sequence) in enumerate(zip(rows.pads, rows.sequences, strict=True)):
             skip = min(max(pad - at, 0), count)
@@ -86,7 +86,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         rows.unattended = None
         batch, heads, count, _ = query.shape
         at = rows.columns[self.layer] - count
-        budget = rows.mode.budget_of(at, count)
+        budget = rows.mode.budget_of(self.layer, at, count)
         out = query.new_zeros(batch, count, heads, values.shape[3])
         for row, (pad, sequence) in enumerate(zip(rows.pads, rows.sequences, strict=True)):
             skip = min(max(pad - at, 0), count)
