@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.decode_context import TAIL_TOKENS, Context
 from kvtier.kernels.selection import page_shares
 from kvtier.tiering.clusterer import ByKeys, ByPosition
-from kvtier.tiering.config import Config
+from kvtier.tiering.config import Config, PlacementName
 from kvtier.tiering.fingerprint import Fingerprint
 from kvtier.tiering.geometry import Geometry
 from kvtier.tiering.page_recall import RecallCounters
@@ -147,7 +148,14 @@ class Contexts:
         order = (
             ByKeys(self.geometry, self.context.rotaries) if placement == "keys" else ByPosition()
         )
-        config = Config(size, hot=hot, sketch_bits=bits, calibrate=False)
+        # By keys it stores digests, so that the first step by a budget need not make them.
+        config = Config(
+            size,
+            hot=hot,
+            sketch_bits=bits,
+            calibrate=False,
+            placement=cast(PlacementName, placement),
+        )
         return Store.open(path, self.geometry, Fingerprint.of({"bench": "d"}), config, order)
 
     def write(self, placement: str) -> None:

@@ -48,6 +48,9 @@ BLOCK_PAGES = 512
 FLOOR_LOG2 = -100.0
 """Tokens count as at least 2^-100 of the heaviest: exp2 is slow where its result is denormal."""
 
+LOG2_MAX = 20.0
+"""Of the scale of a key: fourth powers of scores are taken, which must be float32. Any key of
+float16 is smaller, and so is any that a model has."""
 _CODES_MAX = 255
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
@@ -135,7 +138,7 @@ def sketch_keys(keys: Tensor, centre: Tensor, bits: int, seed: int) -> Sketch:
     """Sketch keys [heads, tokens, Dk] in slot order, relative to centre [heads, Dk].
 
     Keys are 32 or 16 bit floats. Queries find the rotation again by `seed`. Raises ConfigError for
-    arguments that do not fit together.
+    arguments that do not fit together, and for keys that are too large.
     """
     _check_keys(keys, centre, bits)
     heads, tokens, width = keys.shape
@@ -149,6 +152,8 @@ def sketch_keys(keys: Tensor, centre: Tensor, bits: int, seed: int) -> Sketch:
         # <key, (code - middle) * scale> = |key|^2; a key at the centre has scale 0, or nearly.
         scales = square / ((codes - middle) * rotated).sum(-1).clamp_(min=1e-30)
         scale_codes, low, grid = _log_codes(scales)
+        if not bool((low + _CODES_MAX * grid <= LOG2_MAX).all()):
+            raise ConfigError(f"keys have scales above 2^{LOG2_MAX:.0f}; it takes smaller ones")
         pages = -(-tokens // PAGE_TOKENS)
         padded = torch.zeros((heads, pages * PAGE_TOKENS, rotated.shape[2]), dtype=torch.uint8)
         padded[:, :tokens] = codes

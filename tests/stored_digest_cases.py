@@ -16,17 +16,21 @@ from kvtier.tiering.geometry import Geometry
 from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.store import Store
 from tests.rebuild_cases import rows
-from tests.store_cases import (
-    KV,
-    a_query,
-    some_tokens,
-)
+from tests.store_cases import KV, a_query, open_store, put, some_tokens
 
 WIDE = Geometry.uniform(2, 2, 64, dtype="bfloat16")
 KEYS = Config("32MiB", hot="16MiB", placement="keys")
 TOKENS = some_tokens(1100, 7)
 """Two whole Segments and one of 76 tokens."""
 KINDS = [None, 2, 3, 4]
+
+
+def written(path: Path) -> KV:
+    """A store that holds TOKENS under the name a, closed again; what it holds."""
+    kv = KV(WIDE)
+    with open_store(path, WIDE, KEYS) as store:
+        put(store, kv, "a", TOKENS)
+    return kv
 
 
 def arrays(digests: PageDigests) -> dict[str, torch.Tensor]:

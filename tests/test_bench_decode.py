@@ -138,6 +138,8 @@ def test_from_the_drive_as_from_memory(tmp_path: Path) -> None:
         assert are_identical(dram, nvme, BUDGET, range(STEPS))
         assert dram.counted(partial(dram.step, 1, BUDGET)).reads == 0
         assert nvme.digest_bytes() == dram.digest_bytes() > 0
+        found = nvme.store.stats()
+        assert (found.digests_read, found.digests_made) == (2 * 4, 0), "of 4 Segments in 2 layers"
         assert dram.select(0) > 0
         before = nvme.counters.pages_ahead
         nvme.go_cold()

@@ -249,3 +249,17 @@ def test_wrong_query(change: dict[str, object], name: str) -> None:
     }
     with pytest.raises(ConfigError, match=name):
         sketch_scores(**(arguments | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_keys_whose_scores_are_no_floats_are_refused(bits: int) -> None:
+    """Fourth powers of scores are taken: with larger keys an estimate would be none."""
+    context = gaussian(1)
+    keys = context.keys * 2e5
+    largest = sketch_keys(keys, keys.mean(1), bits, 1)
+    scores = sketch_scores(context.query, largest, scale=1.0, workspace=Workspace())
+    assert bool(torch.isfinite(scores).all())
+    for factor in (1e7, 1e18, 1e30):
+        keys = context.keys * factor
+        with pytest.raises(ConfigError, match="scales above"):
+            sketch_keys(keys, keys.mean(1), bits, 1)

@@ -170,6 +170,30 @@ def test_a_damaged_profile_is_a_format_error(data: bytes, tmp_path: Path) -> Non
         budget_for(tmp_path, MODEL, LAYERS)
 
 
+def bomb(levels: int) -> str:
+    """A budget of lists of lists, ten of each level, written in a line a level."""
+    lists = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 10)}]" for n in range(1, levels)]
+    return "\n".join(["x0: &x0 [0.5]", *lists, f"budget: [*x{levels - 1}, 0.5]"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("budget: 0.5", bomb(40)),
+        ("budget: 0.5", f"budget: 0x{'f' * 10000}"),
+        ("layers: 2", "layers: 1000000000"),
+    ],
+    ids=["aliases", "digits", "layers"],
+)
+def test_a_profile_costs_no_more_than_its_bytes(old: str, new: str, tmp_path: Path) -> None:
+    """What a few lines name may take for ever to write out, or gigabytes to hold."""
+    even = yaml.safe_dump(a_profile(Budget((0.5, 0.5))).to_dict(), sort_keys=False)
+    assert old in even
+    (tmp_path / PROFILE).write_text(even.replace(old, new, 1))
+    with pytest.raises(FormatError, match=PROFILE):
+        budget_for(tmp_path, MODEL, LAYERS)
+
+
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / PROFILE)
     with pytest.raises(FormatError, match="not a regular file"):

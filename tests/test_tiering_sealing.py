@@ -369,3 +369,24 @@ def test_a_budget_reads_it_like_the_tail_until_it_is_written(tmp_path: Path, mom
             query = OF_M.rows(tokens, layer)[0][:, :1].repeat_interleave(GROUP, 0)
             store.attend(sequence, layer, query, budget=0.25)
             assert sequence.table.digested[layer].tokens == 2 * SEGMENT
+
+
+@pytest.mark.parametrize("behind", MOMENTS)
+def test_others_are_attached_and_grafted_in_meanwhile(tmp_path: Path, behind: int) -> None:
+    tokens = some_tokens(3 * SEGMENT, 5)
+    held = tokens[: 2 * SEGMENT + behind]
+    with opened(tmp_path, hot=16 * MIB) as store:
+        whole = begun(store, tokens)
+        store.save(whole, "whole", tokens)
+        store.release(whole)
+        sequence, other = begun(store, held), begun(store, held[: 2 * SEGMENT])
+        store.graft(sequence, other)
+        check_bytes(store, OF_M, sequence, held)
+        decode(store, sequence, [*held, *tokens[len(held) : len(held) + 20]])
+        store.release(sequence)
+        sequence = begun(store, held[: 2 * SEGMENT])
+        assert store.extend(sequence, tokens) == len(tokens)
+        check_bytes(store, OF_M, sequence, tokens)
+        check_everywhere(store, OF_M, sequence, tokens)
+        store.release(sequence)
+        check_settled(store, tmp_path)

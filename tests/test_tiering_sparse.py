@@ -9,7 +9,7 @@ import torch
 
 from kvtier.errors import ConfigError, FormatError, UnsupportedError
 from kvtier.tiering.clusterer import Placement, UnitKeys
-from kvtier.tiering.config import Config
+from kvtier.tiering.config import Config, PlacementName
 from kvtier.tiering.fingerprint import Provenance
 from kvtier.tiering.geometry import Geometry, LayerGeometry
 from kvtier.tiering.page_layout import Order
@@ -154,6 +154,38 @@ def test_it_does_not_matter_what_is_in_memory(name: str, seed: int, tmp_path: Pa
             assert store._residency.hot.tier.used_bytes <= hot
     for one, other in zip(*results, strict=True):
         assert (one.float() - other.float()).abs().max() < TOLERANCE[geometry.dtype]
+
+
+@pytest.mark.parametrize("tail", [1, 16, 17, 45])
+@pytest.mark.parametrize("kept", [512, 507, 490])
+def test_what_grows_counts_beside_what_was_chosen(kept: int, tail: int, tmp_path: Path) -> None:
+    """Behind whole Pages and behind a cut, where some slots of those that are read do not count."""
+    kv, tokens = KV(WIDE), some_tokens(512 + 64, 3)
+    asked = [*tokens[:kept], *some_tokens(tail, 4)]
+    with open_store(tmp_path, WIDE, Config("32MiB", hot="8MiB")) as store:
+        put(store, kv, "a", tokens[:512])
+        sequence = store.resume(asked)
+        assert sequence.length() == kept
+        extend(store, kv, sequence, asked)
+        for layer in range(2):
+            query = a_query(kv, layer, 1, tail)
+            out = store.attend(sequence, layer, query, budget=ALL)
+            wanted = expected(kv, asked, layer, query)
+            assert np.abs(out.double().numpy() - wanted).max() < TOLERANCE["float32"]
+
+
+def test_an_answer_is_a_tensor_like_any_other(tmp_path: Path) -> None:
+    """Inside autograd is off, and what is made so may be neither written nor differentiated."""
+    kv, tokens = KV(WIDE), some_tokens(1030, 3)
+    with open_store(tmp_path, WIDE, Config("32MiB", hot="8MiB")) as store:
+        put(store, kv, "a", tokens[:1024])
+        sequence = resumed(store, kv, tokens, 6)
+        out = store.attend(sequence, 0, a_query(kv, 0, 1, 1), budget=0.5)
+        assert not out.is_inference()
+        weight = torch.ones(1, requires_grad=True)
+        (grad,) = torch.autograd.grad((out * weight).sum(), weight)
+        assert torch.isfinite(grad).all()
+        out.zero_()
 
 
 def test_a_token_that_hot_has_no_room_for_is_read_back(tmp_path: Path) -> None:
@@ -326,12 +358,20 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
         Config(sketch_bits=5)
 
 
-def test_kv_that_is_no_number_is_refused(tmp_path: Path) -> None:
-    with open_store(tmp_path, WIDE) as store:
+@pytest.mark.parametrize("placement", ["position", "keys"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e30])
+def test_kv_that_cannot_be_estimated_is_refused(
+    tmp_path: Path, number: float, placement: PlacementName
+) -> None:
+    """It is kept like any other, and attended to exactly."""
+    config = Config("32MiB", hot="4MiB", placement=placement)
+    with open_store(tmp_path, WIDE, config) as store:
         sequence = store.sequence()
         rows = torch.zeros(2, 512, 32)
-        rows[0, 5, 3] = float("nan")
+        rows[0, 5, 3] = number
         for layer in range(2):
             store.append(sequence, layer, rows, rows)
         with pytest.raises(UnsupportedError, match="cannot be attended to by a budget"):
             store.attend(sequence, 0, torch.zeros(4, 1, 32), budget=0.5)
+        held, _ = store.read(sequence, 0)
+        assert torch.equal(held.view(torch.int32), rows.view(torch.int32))

@@ -34,7 +34,17 @@ from tests.store_cases import (
     put,
     some_tokens,
 )
-from tests.stored_digest_cases import KEYS, REOPENED, TOKENS, WIDE, ask, made, same, sections
+from tests.stored_digest_cases import (
+    KEYS,
+    REOPENED,
+    TOKENS,
+    WIDE,
+    ask,
+    made,
+    same,
+    sections,
+    written,
+)
 
 # ---- a store ------------------------------------------------------------------------------------
 
@@ -78,10 +88,7 @@ class Kept(SimulatedDevice):
 
 @pytest.fixture
 def stored(tmp_path: Path) -> KV:
-    kv = KV(WIDE)
-    with open_store(tmp_path, WIDE, KEYS) as store:
-        put(store, kv, "a", TOKENS)
-    return kv
+    return written(tmp_path)
 
 
 def answers(path: Path, kv: KV, config: Config = REOPENED) -> tuple[list[torch.Tensor], Any]:

@@ -162,6 +162,25 @@ def test_the_first_plan_is_small_and_the_next_ones_are_larger(
         assert sum(planned) == 24
 
 
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize(
+    "geometry", [IN_PLACE, BOUNCED, WIDTHS], ids=["in place", "bounced", "widths"]
+)
+def test_a_unit_that_is_named_twice_has_frames_once(
+    tmp_path: Path, geometry: Geometry, name: str
+) -> None:
+    kv = stored(tmp_path, geometry)
+    with open_store(tmp_path, geometry, Config(hot="16MiB")) as store:
+        cut(store, name)
+        units = list(all_units(store))
+        some = Units.of([units[0], *units, units[3], units[0], *units[:5]])
+        assert store._mover.load(some) == len(some)
+        check_nothing_left(store)
+        sequence = store.resume(TOKENS)
+        check_bytes(store, kv, sequence, TOKENS)
+        store.release(sequence)
+
+
 def test_parts_ask_for_their_own_units_in_the_order_of_the_device(tmp_path: Path) -> None:
     # Whole Pages only: nothing is bounced.
     stored(tmp_path, IN_PLACE, TOKENS[: 5 * 512 + 192])

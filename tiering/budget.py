@@ -8,6 +8,10 @@ from typing import Self
 from kvtier.errors import ConfigError
 from kvtier.tiering.guard import WHOLE
 
+_SHOWN_MAX = 40
+"""Characters of text in a message."""
+_SHORT = 10**9
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -61,10 +65,26 @@ def safest(budgets: Sequence[Budget | None]) -> Budget | None:
     return Budget(tuple(map(max, zip(*(each.shares for each in given), strict=True))))
 
 
+def percent_hint(value: object) -> str:
+    """What to add to the refusal of a share, for who meant percent; else nothing."""
+    if isinstance(value, int | float) and WHOLE < value <= 100:
+        return f"; {value:g} % is {value / 100:g}"
+    return ""
+
+
 def _share(value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= WHOLE:
         return float(value)
     raise ConfigError(
         'budget must be "exact", "profile", a share above 0 and at most 1, or one for each layer: '
-        f"got {value!r}"
+        f"got {_shown(value)}{percent_hint(value)}"
     )
+
+
+def _shown(value: object) -> str:
+    """For messages. Only text and numbers of few digits are written out: a list of lists, which a
+    file names by aliases, may have billions of items."""
+    if isinstance(value, str):
+        return repr(value[:_SHOWN_MAX])
+    is_short = isinstance(value, float) or (isinstance(value, int) and abs(value) < _SHORT)
+    return repr(value) if is_short else f"one of type {type(value).__name__}"

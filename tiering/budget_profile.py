@@ -19,6 +19,7 @@ from kvtier.errors import ConfigError, DeviceError, FormatError, VersionMismatch
 from kvtier.io.small_file import can_be_shown, number_within, read_small, replace_file
 from kvtier.tiering.budget import Budget
 from kvtier.tiering.fingerprint import Fingerprint
+from kvtier.tiering.yaml_text import parse_yaml
 
 PROFILE = "profile.yaml"
 """Name of the file in the directory of a store."""
@@ -26,6 +27,8 @@ PROFILE_VERSION = 1
 _FILE_BYTES_MAX = 1 << 20
 """Far more than a model of a thousand layers fills."""
 _TASKS_MAX = 64
+_LAYERS_MAX = 1 << 16
+"""More than a model has: a share that is written once is kept once for each."""
 _COUNT_MAX = 10**9
 _NATS = (0.0, 1e9)
 _HEAD = """\
@@ -100,6 +103,8 @@ class Profile:
                 "the profile", version, PROFILE_VERSION, "measure again: kvtier guard run"
             )
         layers = _count(found["layers"], 1)
+        if layers > _LAYERS_MAX:
+            raise ValueError("more layers than a model has")
         tasks = found["tasks"]
         if not isinstance(tasks, dict) or len(tasks) > _TASKS_MAX:
             raise TypeError("tasks are no names with what was measured of them")
@@ -139,13 +144,10 @@ def load(path: Path) -> Profile:
         raise DeviceError(f"{path}: {error.strerror}", error.errno or 0) from error
     except ValueError as error:
         raise FormatError(f"{path} is no profile: {error}") from error
-    # The message says what is wrong, not what stands there: it may be another file.
     try:
-        content = yaml.safe_load(data.decode())
-    except (
-        yaml.YAMLError, LookupError, AttributeError, TypeError, ValueError, RecursionError
-    ) as error:  # fmt: skip
-        raise FormatError(f"{path} is no profile: {type(error).__name__}") from error
+        content = parse_yaml(data)
+    except ValueError as error:
+        raise FormatError(f"{path} is no profile: {error}") from error
     try:
         return Profile.from_dict(content)
     except (LookupError, TypeError, ValueError) as error:
@@ -163,8 +165,9 @@ def budget_for(directory: Path, fingerprint: Fingerprint, layers: int) -> Budget
     found = load(path)
     if found.fingerprint != fingerprint.model_hex() or found.layers != layers:
         raise ConfigError(
-            f"{path} was measured on another model, {found.name} ({found.fingerprint[:12]}), and "
-            f"this one is {fingerprint.model_hex()[:12]}: run kvtier guard run --store {directory} "
+            f"{path} was measured on another model, {found.name} ({found.fingerprint[:12]}), or "
+            "with other weights or another dtype; this one is "
+            f"{fingerprint.model_hex()[:12]}: run kvtier guard run --store {directory} "
             "for this model, or give a budget"
         )
     return found.budget

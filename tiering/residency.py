@@ -101,9 +101,13 @@ class TierMap:
         begins: SlotArray,
         counts: SlotArray,
     ) -> BoolArray:
-        """Record Frames for all Pages of units, each named once: `counts` of `frames` for each,
-        from `begins` on. bool [units]: False for what has some here already, and gets none."""
+        """Record Frames for all Pages of units: `counts` of `frames` for each, from `begins` on.
+        bool [units]: False for what has some here already, or is named again, and gets none."""
         taken: BoolArray = self.pages[layers, slots] == 0
+        free = taken.nonzero()[0]
+        # Of what is named twice the last number stays.
+        self.pages[layers[free], slots[free]] = free
+        taken[free] = self.pages[layers[free], slots[free]] == free
         if not taken.all():
             layers, slots = layers[taken], slots[taken]
             begins, counts = begins[taken], counts[taken]

@@ -36,6 +36,7 @@ from kvtier.io.small_file import read_small, replace_file
 from kvtier.io.superblock import DATA_START, REGIONS_MAX, copy_offsets
 from kvtier.tiering.budget_profile import PROFILE
 from kvtier.tiering.stats_file import STATS
+from kvtier.tiering.yaml_text import parse_yaml
 
 SETTINGS = "store.yaml"
 CATALOG = "catalog.sqlite"
@@ -109,29 +110,14 @@ def read_settings(directory: Path) -> Settings:
         raise DeviceError(f"{path}: {error.strerror}", error.errno or 0) from error
     except ValueError as error:
         raise FormatError(f"{path} is damaged: {error}, unlike any store's") from error
-    # The message says where, never what: the file may be another one than it should be.
     try:
-        content = yaml.safe_load(data.decode())
-    except (
-        yaml.YAMLError, LookupError, AttributeError, TypeError, ValueError, RecursionError
-    ) as error:  # fmt: skip
-        raise FormatError(f"{path} is damaged: {type(error).__name__}{_position(error)}") from error
+        content = parse_yaml(data)
+    except ValueError as error:
+        raise FormatError(f"{path} is damaged: {error}") from error
     try:
         return _parse_settings(content, path)
     except (LookupError, TypeError, ValueError) as error:
         raise FormatError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-
-
-def _position(error: Exception) -> str:
-    """Where in the text a parser stopped, in words."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        return f" at line {mark.line + 1}, column {mark.column + 1}"
-    if isinstance(error, UnicodeDecodeError):
-        return f" at byte {error.start}"
-    if isinstance(error, yaml.reader.ReaderError):
-        return f" at character {error.position}"
-    return ""
 
 
 def _parse_settings(data: Any, path: Path) -> Settings:
