@@ -60,8 +60,8 @@ class Costs:
         return self.model + self.exact + STEPS * max(0.0, self.after - self.sparse)
 
 
-class Replayed:
-    """A context of synthetic KV in a store, of which HOT holds a share."""
+class SyntheticContext:
+    """A long context in a store, of which HOT holds a share."""
 
     def __init__(self, folder: Path, model: PreTrainedModel, tokens: int) -> None:
         config: Any = model.config
@@ -143,26 +143,26 @@ def costs(
     """At a context of so many tokens, of which HOT holds a share."""
     computes = model_step(model)
     with TemporaryDirectory(dir=folder, prefix="kvtier-guard-") as name:
-        replayed = Replayed(Path(os.fspath(name)) / "kv", model, tokens)
-        replayed.make()
-        with replayed.open(share) as store:
-            sequence = replayed.resumed(store)
+        context = SyntheticContext(Path(os.fspath(name)) / "kv", model, tokens)
+        context.make()
+        with context.open(share) as store:
+            sequence = context.resumed(store)
 
             def sparse() -> float:
-                return median(replayed.step(store, sequence, budget) for _ in range(STEPS))
+                return median(context.step(store, sequence, budget) for _ in range(STEPS))
 
             def exact() -> float:
                 sparse()
-                return replayed.step(store, sequence, None)
+                return context.step(store, sequence, None)
 
             def after() -> float:
-                replayed.step(store, sequence, None)
-                took = [replayed.step(store, sequence, budget) for _ in range(STEPS)]
+                context.step(store, sequence, None)
+                took = [context.step(store, sequence, budget) for _ in range(STEPS)]
                 return sum(took) / STEPS
 
             def settled() -> float:
                 after()
-                took = [replayed.step(store, sequence, budget) for _ in range(STEPS)]
+                took = [context.step(store, sequence, budget) for _ in range(STEPS)]
                 return sum(took) / STEPS
 
             methods = {"model": computes, "sparse": settled, "exact": exact, "after": after}

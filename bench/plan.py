@@ -36,6 +36,9 @@ PLANS: tuple[PlanName, ...] = (*WAYS, "auto")
 HOT = "128MiB"
 TOKENS, TOKENS_QUICK = 4097, 2049
 NEW_TOKENS = 8
+PAUSE_S = 0.4
+"""Longer than the throttle's slices of 100 ms: after it each run is given one such slice at once,
+the same for all. With shorter pauses what came before decided."""
 REGION_BYTES = 512 << 20
 SHAPE: dict[str, Any] = {
     "vocab_size": 2048,
@@ -155,7 +158,7 @@ def measure(bench: Bench, ready: Rig, device: str, rounds: int) -> dict[str, flo
             ready.seconds("both" if "load" not in calls else "load")
             # A load of milliseconds varies by as much as it takes, so it is repeated more often.
             is_fast = share is None or share > 4
-            found = interleave(calls, rounds=3 * rounds if is_fast else rounds, pause_s=0.1)
+            found = interleave(calls, rounds=3 * rounds if is_fast else rounds, pause_s=PAUSE_S)
         medians = {plan: statistics.median(values) for plan, values in found.items()}
         chosen = medians.pop("auto")
         best = min(medians, key=lambda each: medians[each])

@@ -139,7 +139,6 @@ def test_a_lookup_among_very_many_blocks_is_not_slower(tmp_path: Path) -> None:
                 provenance=EXACT,
                 parent=None,
                 token_count=3,
-                frozen=True,
                 filled=[3],
                 tokens=tokens,
                 start_digest=chain_digest(tokens[:0]),

@@ -21,17 +21,15 @@ from tests.rebuild_cases import peek
 from tests.store_cases import (
     KV,
     open_store,
-    put,
 )
 from tests.stored_digest_cases import (
-    KEYS,
     KINDS,
     REOPENED,
-    TOKENS,
     WIDE,
     arrays,
     same,
     unit_of,
+    written,
 )
 
 # ---- bytes --------------------------------------------------------------------------------------
@@ -107,10 +105,7 @@ def test_digests_are_a_small_part_of_the_kv(bits: int | None, percent: float) ->
 
 @pytest.fixture
 def stored(tmp_path: Path) -> KV:
-    kv = KV(WIDE)
-    with open_store(tmp_path, WIDE, KEYS) as store:
-        put(store, kv, "a", TOKENS)
-    return kv
+    return written(tmp_path)
 
 
 # ---- headers ------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """verify, scrub and rebuild of stores that are spread over several drives."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,7 @@ def test_damage_is_found_with_its_drive_and_byte(tmp_path: Path, drive: int) -> 
     assert set(found) == {"page", "padding"}
     place = f"byte {extent.byte} of {tmp_path / f'drive{drive}'} "
     assert found["page"].where.startswith(f"segment {row.id}, layer 1, {place}")
+    assert re.fullmatch(r"damaged pages: \d+ \(1 of \d+\)", found["page"].what)
     assert found["padding"].where == str(tmp_path / f"drive{drive}")
     assert found["padding"].what.endswith("the first at byte 200000")
     with open_store(path) as store:

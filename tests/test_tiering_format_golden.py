@@ -276,14 +276,13 @@ def test_write_path_of_the_store_makes_the_same_images(case: Case) -> None:
     writer = ExtentWriter(extents, Residency(case.geometry, *tiers), FixedOrder(case))
     # The buffers are dirty, so that padding which nobody cleared would show.
     writer.buffers.memory[:] = 0xA5
-    before = Segment(start=0, layers=len(layers), token_count=max(case.start, 1), frozen=True)
+    before = Segment(start=0, layers=len(layers), token_count=max(case.start, 1))
     segment = Segment(
         start=case.start,
         layers=len(layers),
         provenance=Provenance.parse(case.provenance),
         parent=SegmentView(before, case.start) if case.start else None,
         token_count=case.tokens,
-        frozen=True,
         filled=[case.tokens] * len(layers),
         generation=case.generation,
         tokens=case.stream[case.start :],

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BatchEncoding
 from transformers.generation.streamers import BaseStreamer
 
 import kvtier
@@ -80,6 +81,25 @@ def test_options_of_generate_reach_it(store: Any) -> None:
     assert torch.equal(answer.tokens, reference[:, : 60 + stop_at])
 
 
+def test_a_prompt_is_read_in_pieces_where_asked(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = prompt(4, 60)
+    options: dict[str, Any] = {"attention_mask": mask(ids), "max_new_tokens": 5, "do_sample": False}
+    read: list[int] = []
+    observe = TieredCache.observe
+
+    def noted(cache: TieredCache, input_ids: torch.Tensor, *rest: Any, **named: Any) -> None:
+        read.append(input_ids.shape[1])
+        observe(cache, input_ids, *rest, **named)
+
+    monkeypatch.setattr(TieredCache, "observe", noted)
+    with TieredCache(store, ids) as cache:
+        answer = generate(store.model, ids, cache, prefill_chunk_size=25, **options)
+    assert read == [25, 25, 10, 1, 1, 1, 1]
+    assert torch.equal(answer.tokens, expected("qwen2", ids, 5))
+
+
 def test_a_seed_repeats_a_sampled_answer(store: Any) -> None:
     ids = prompt(5, 60)
 
@@ -126,6 +146,13 @@ def test_wrong_arguments_are_named(store: Any) -> None:
     ids = prompt(8, 20)
     with pytest.raises(ConfigError, match="must be a TieredCache: got dict"):
         generate(store.model, ids, {}, max_new_tokens=4)  # type: ignore[arg-type]
+    with TieredCache(store, ids) as cache:
+        with pytest.raises(ConfigError, match=r"must be a tensor .*: got list"):
+            generate(store.model, ids[0].tolist(), cache)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"got BatchEncoding, whose \['input_ids'\]"):
+            generate(store.model, BatchEncoding({"input_ids": ids}), cache)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="got BatchEncoding"):
+        TieredCache(store, BatchEncoding({"input_ids": ids}))  # type: ignore[arg-type]
     both = torch.cat([ids, ids])
     with TieredCache(store, both) as cache, pytest.raises(UnsupportedError, match="one prompt"):
         generate(store.model, both, cache, max_new_tokens=4)
@@ -136,5 +163,7 @@ def test_wrong_arguments_are_named(store: Any) -> None:
     for budget in (0, 1.5, -1, "all", None, True, float("nan")):
         with pytest.raises(ConfigError, match="budget must be"):
             TieredCache(store, ids, budget=budget)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"got 12\.5; 12\.5 % is 0\.125"):
+        TieredCache(store, ids, budget=12.5)
     with pytest.raises(ConfigError, match="guard must be off, light or strict"):
         TieredCache(store, ids, guard="loose")  # type: ignore[arg-type]

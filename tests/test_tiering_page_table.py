@@ -16,7 +16,7 @@ Slot = tuple[int, int, int, int]
 
 
 def segment_of(start: int, tokens: int, order: Order | None = None) -> Segment:
-    segment = Segment(start=start, layers=1, token_count=tokens, frozen=True, filled=[tokens])
+    segment = Segment(start=start, layers=1, token_count=tokens, filled=[tokens])
     segment.orders[0] = order
     return segment
 
@@ -180,7 +180,7 @@ def test_table_follows_views_and_tail() -> None:
 
 def test_layers_have_columns_of_their_own() -> None:
     random = np.random.RandomState(1)
-    segment = Segment(start=0, layers=2, token_count=40, frozen=True, filled=[40, 40])
+    segment = Segment(start=0, layers=2, token_count=40, filled=[40, 40])
     segment.orders[1] = shuffled(random, 40)
     views, table = (SegmentView(segment, 10),), PageTable()
     assert len(table.columns(0, views, [])) == pages_of(10)

@@ -18,7 +18,6 @@ def segment_of(tokens: object, parent: SegmentView | None = None) -> Segment:
         layers=1,
         parent=parent,
         token_count=len(ids),
-        frozen=True,
         filled=[len(ids)],
         tokens=ids,
     )

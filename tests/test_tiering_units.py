@@ -22,7 +22,7 @@ GEOMETRY = Geometry(
 def views_of(counts: list[int]) -> list[SegmentView]:
     starts = np.cumsum([0, *counts]).tolist()
     segments = [
-        Segment(start, 3, slot=slot, token_count=count, frozen=True)
+        Segment(start, 3, slot=slot, token_count=count)
         for slot, (start, count) in enumerate(zip(starts, counts, strict=False))
     ]
     return [SegmentView(each, each.token_count) for each in segments]

@@ -58,6 +58,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_store(tmp_path_factory.mktemp("cli") / "store")
 
 
+def test_no_list_of_commands_cuts_what_they_do() -> None:
+    for group in ((), ("bench",), ("guard",)):
+        assert "..." not in kvtier_command(*group, "--help").stdout.replace("]...", "")
+
+
 def test_help_lists_commands_and_exit_codes() -> None:
     out = kvtier_command("--help").stdout
     for words in ("demo", "doctor", "ls", "scrub", "verify", "Exit codes"):

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 import kvtier as package
 from kvtier.errors import ConfigError
 from kvtier.tiering.adapters.huggingface import TieredCache
-from kvtier.tiering.budget_profile import PROFILE, load
+from kvtier.tiering.adapters.sparse_mode import as_budget
+from kvtier.tiering.budget_profile import PROFILE, Profile, load
 from kvtier.tiering.guard import ALARM, ALARM_MEAN
 from kvtier.tools import guard_run, guard_tasks, model_source
-from kvtier.tools.guard_run import judge
+from kvtier.tools.guard_run import GuardRun, judge, run_text
 from kvtier.tools.guard_tasks import (
     EXTRACTION,
     MULTI_KEY,
@@ -148,6 +150,14 @@ def test_divergence_counts_where_fields_are_right() -> None:
     assert (found.kl_max, found.is_good) == (guard_run.NATS_MAX, False)
 
 
+@pytest.mark.parametrize(("read", "says"), [(0.3, True), (0.13, False)])
+def test_a_context_too_short_for_its_budget_is_named(read: float, says: bool) -> None:
+    exact = logits_of([3, 4, 5, 6])
+    found = judge(SINGLE, (0.125, read), [ASKED], [(exact, exact)])
+    profile = Profile("f", "m", 2, 700, 1, None, {})
+    assert ("--tokens as long as yours" in run_text(GuardRun(profile, (found,), None))) == says
+
+
 # ---- the command ----------------------------------------------------------------------------
 
 
@@ -175,6 +185,31 @@ def test_a_profile_is_written_beside_a_store_and_obeyed(
         TieredCache(opened, ids, budget="profile", guard="off") as cache,
     ):
         assert cache.report().budget == 0.25
+
+
+def test_a_profile_is_of_the_dtype_that_the_store_was_opened_in(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --dtype that is what the model's config says, as for from_pretrained."""
+    for name in ("ALARM_MEAN", "ALARM"):
+        monkeypatch.setattr(guard_run, name, math.inf)
+    monkeypatch.setattr(guard_run, "TASKS", (SINGLE,))
+    half = tmp_path / "half"
+    loaded = model_source.load(model_source.find(str(folder)), lambda words: None, dtype="bfloat16")
+    for each in loaded:
+        each.save_pretrained(half)
+    run = ("guard", "run", "--model", half, *SHORT, "--budget", "0.5")
+    store = ("--store", tmp_path / "kv")
+    model = AutoModelForCausalLM.from_pretrained(half)
+    assert model.dtype == torch.bfloat16
+    with package.open(tmp_path / "kv", model=model, region="64MiB") as opened:
+        as_json(*run, *store)
+        assert as_budget("profile", opened) is not None
+        done = kvtier(*run, *store, "--dtype", "float32", code=2)
+        assert "never with this one in this dtype" in done.stderr
+        as_json(*run, "--out", tmp_path / "kv" / PROFILE, "--dtype", "float32")
+        with pytest.raises(ConfigError, match="or with other weights or another dtype"):
+            as_budget("profile", opened)
 
 
 def test_a_task_that_collapses_is_exit_code_1(
@@ -208,9 +243,13 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(tmp_path: Path) ->
     run = ("guard", "run", "--model", "./absent")
     assert "is no store" in refused(*run, "--store", tmp_path)
     assert "not both" in refused(*run, "--store", tmp_path, "--out", tmp_path / "a")
-    assert "cannot be written" in refused(*run, "--out", tmp_path)
-    assert "cannot be written" in refused(*run, "--out", tmp_path / "b" / "a")
+    assert "cannot be written: it is a directory" in refused(*run, "--out", tmp_path)
+    assert "there is no directory" in refused(*run, "--out", tmp_path / "b" / "a")
     assert "below 1: got [1.0]" in refused(*run, "--budget", "1")
+    assert "got [0.5, 12.5]; 12.5 % is 0.125" in refused(
+        *run, "--budget", "0.5", "--budget", "12.5"
+    )
+    assert "--dtype is one of auto, " in refused(*run, "--dtype", "int8")
     assert "--tokens is at least" in refused(*run, "--tokens", "100")
     assert "--seeds at least 1" in refused(*run, "--seeds", "0")
     assert "Three ways to get a model" in refused(*run)
@@ -223,4 +262,5 @@ def test_the_demos_model_keeps_its_answers(tmp_path: Path) -> None:
     found = as_json("guard", "run", "--quick", "--out", tmp_path / "p.yaml")
     assert found["collapsed"] == []
     assert found["budget"] <= 0.5
-    assert found["tasks"][EXTRACTION]["fields"] >= 7
+    # Some that full attention gets, or keeping them would say nothing.
+    assert found["tasks"][EXTRACTION]["fields"] >= 4

@@ -73,10 +73,9 @@ class ByKeys(Placement):
     """Tokens whose keys are similar lie in the same Page, and similar Pages beside each other.
 
     Keys are compared as they were before their positions were put in. The first Page of a stream
-    holds its first tokens. Layers with a window keep the
-    order of positions, because what they read is a run of it. So do units of a single Page, and
-    units whose keys are not all finite: their bytes are kept like any others, but no order of them
-    would mean anything.
+    holds its first tokens. Layers with a window keep the order of positions, because what they read
+    is a run of it. So do units of a single Page, and units whose keys are not all finite: their
+    bytes are kept like any others, but no order of them would mean anything.
     """
 
     in_steps = True

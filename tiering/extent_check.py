@@ -150,7 +150,7 @@ class ExtentChecker:
         self.report.pages_checked += len(header.directory)
         if damaged:
             pages = ", ".join(map(str, damaged))
-            yield "page", f"pages {pages} of {len(header.directory)} are damaged"
+            yield "page", f"damaged pages: {pages} ({len(damaged)} of {len(header.directory)})"
         elif extent_format.checksum(payload, generation) != header.payload_checksum:
             yield "extent", "its payload is damaged"
 

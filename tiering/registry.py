@@ -109,7 +109,6 @@ class Registry:
             provenance=Provenance.parse(row.provenance),
             parent=None if parent is None else SegmentView(parent, row.parent_limit),
             token_count=row.token_count,
-            frozen=True,
             filled=[row.token_count] * layers,
             extents=list(self.inventory.entries[row.id].extents),
             generation=row.generation,

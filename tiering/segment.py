@@ -52,7 +52,6 @@ class Segment:
     slot: int = NO_SLOT
     token_count: int = SEGMENT_TOKENS
     """Tokens it holds; while it grows, tokens it has room for."""
-    frozen: bool = False
     filled: list[int] = field(default_factory=list)
     extents: list[Extent | None] = field(default_factory=list)
     directories: list[Directory | None] = field(init=False)
@@ -130,7 +129,6 @@ class Segment:
         assert len(set(self.filled)) == 1, "a Segment is frozen between passes"
         assert self.filled[0] > 0
         self.token_count = self.filled[0]
-        self.frozen = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ Invariants:
   load ends early, but not before the device is done with them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Listing
 from contextlib import AbstractContextManager
 from itertools import chain
 
@@ -23,7 +24,7 @@ from kvtier.tiering.packing import gather, pack, rearranged, scatter
 from kvtier.tiering.residency import NO_FRAME, Residency, SlotArray
 from kvtier.tiering.room import Newcomers, Room
 from kvtier.tiering.segment import Segment
-from kvtier.tiering.sequence import Sequence as Stream
+from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.steps import Reading, Steps, run
 from kvtier.tiering.unit_load import UnitLoad
 from kvtier.tiering.units import Units
@@ -50,7 +51,7 @@ class Mover:
 
     # ---- into HOT ---------------------------------------------------------------------------
 
-    def load(self, units: Sequence[Unit], *, idle_only: bool = False) -> int:
+    def load(self, units: Listing[Unit], *, idle_only: bool = False) -> int:
         """Bring whole units into HOT, in order; returns how many are there when it ends.
 
         Stops early where HOT has no room (with idle_only: none that is free or idle). Raises
@@ -65,50 +66,51 @@ class Mover:
         self.residency.touch(layers[:done], slots[:done])
         return done
 
-    def touch(self, units: Sequence[Unit]) -> None:
+    def touch(self, units: Listing[Unit]) -> None:
         """These units are used now."""
         units = Units.of(units)
         self.residency.touch(units.layers, units.slots)
 
-    def lease(self, units: Sequence[Unit]) -> AbstractContextManager[None]:
+    def lease(self, units: Listing[Unit]) -> AbstractContextManager[None]:
         """A promise not to evict these while the block runs."""
         units = Units.of(units)
         return self.residency.lease(units.layers, units.slots)
 
     # ---- read ahead -------------------------------------------------------------------------
 
-    def read_on(self, stream: Stream, layer: int, rest: Iterable[Unit]) -> None:
+    def read_on(self, sequence: Sequence, layer: int, rest: Iterable[Unit]) -> None:
         """While a part of a layer is attended to, which is leased: begin to read the `rest` of it,
         and then the layers behind it, as far as there is room."""
-        self.ahead.go_on(chain(rest, self._behind(stream, layer)))
+        self.ahead.go_on(chain(rest, self._behind(sequence, layer)))
 
-    def read_on_behind(self, stream: Stream, layer: int, slots: SlotArray) -> None:
+    def read_on_behind(self, sequence: Sequence, layer: int, slots: SlotArray) -> None:
         """The same while all of a layer, in HOT at these slots, is attended to."""
         if self.ahead.held_bytes:
             self.ahead.used(np.full(len(slots), layer), slots)
-        if stream.views and stream.all_hot_at != (stream.views, sum(self.residency.hot.drops)):
+        views = sequence.views
+        if views and sequence.all_hot_at != (views, sum(self.residency.hot.drops)):
             with self.residency.lease(np.full(len(slots), layer), slots):
-                self.read_on(stream, layer, ())
+                self.read_on(sequence, layer, ())
 
-    def _behind(self, stream: Stream, layer: int) -> Iterator[Unit]:
+    def _behind(self, sequence: Sequence, layer: int) -> Iterator[Unit]:
         """What HOT lacks of the layers behind this one: behind the last come those of the next
         step, and at the end this one."""
-        hot, views = self.residency.hot, stream.views
+        hot, views = self.residency.hot, sequence.views
         now = views, sum(hot.drops)
-        if not views or stream.all_hot_at == now:
+        if not views or sequence.all_hot_at == now:
             return
         slots = np.array([view.segment.slot for view in views], np.int64)
         ends = np.array([view.end for view in views], np.int64)
         some = False
         count = len(self.geometry.layers)
         for behind in [*range(layer + 1, count), *range(layer + 1)]:
-            first = self.geometry.layers[behind].first_seen(stream.length(behind))
+            first = self.geometry.layers[behind].first_seen(sequence.length(behind))
             missing = (hot.pages[behind, slots] == 0) & (ends > first)
             for index in np.flatnonzero(missing).tolist():
                 some = True
                 yield Unit(views[index].segment, behind)
         if not some:
-            stream.all_hot_at = now
+            sequence.all_hot_at = now
 
     # ---- into HOT, in steps -----------------------------------------------------------------
 

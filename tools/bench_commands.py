@@ -25,7 +25,7 @@ def device(
     quick: Annotated[bool, typer.Option("--quick", help="Some seconds for each drive.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Read from a drive with each engine, and say how fast it is and how kvtier would use it.
+    """Say how fast a drive is read, by each engine, and which is used.
 
     Nothing is written. A file with holes is refused: they are read from nowhere.
     """

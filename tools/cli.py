@@ -109,10 +109,10 @@ def demo(
     output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer three questions about a document, restored from the drive after a restart.
+    """Ask about a document, restored from the drive after a restart.
 
-    Takes a few minutes on a small CPU. Compares every token with DynamicCache, and ends with
-    a table and a chart.
+    Three questions. Takes a few minutes on a small CPU. Compares every token with DynamicCache, and
+    ends with a table and a chart.
     """
     from kvtier.tools import demo_report
     from kvtier.tools.demo import run
@@ -168,7 +168,7 @@ def list_store(store: StoreArgument, as_json: JsonOption = False) -> None:
 @app.command(epilog=EXIT_CODES)
 @stoppable()
 def verify(store: StoreArgument, as_json: JsonOption = False) -> None:
-    """Read everything a store holds and check it; exit code 1 if anything is found."""
+    """Read everything a store holds and check it. Exit code 1 if anything is found."""
     from kvtier.tiering.verifier import verify as check
     from kvtier.tools.store_text import verify_text
 
@@ -181,7 +181,7 @@ def verify(store: StoreArgument, as_json: JsonOption = False) -> None:
 @app.command(epilog=EXIT_CODES)
 @stoppable()
 def scrub(store: StoreArgument, rate: RateOption = "100MiB", as_json: JsonOption = False) -> None:
-    """Read everything slowly, and put out of use what is damaged; exit code 1 if anything is."""
+    """Read everything slowly, and put out of use what is damaged. Exit code 1 if anything is."""
     from kvtier.tools import scrub as room
 
     report = room.scrub(Path(store), rate)
@@ -198,7 +198,7 @@ def rebuild(
     force: ReplaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a lost catalog anew from the region; exit code 1 if something did not come back."""
+    """Make a lost catalog anew from the region. Exit code 1 if something did not come back."""
     from kvtier.tools import rebuild as room
 
     report = room.rebuild(Path(store), region or [], force=force)
@@ -234,9 +234,10 @@ def plan(
     plot: Annotated[str | None, typer.Option(metavar="PATH", help="Draw a chart.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether to load a context or to compute it again, for hardware that need not be here.
+    """Say whether to load a context or to compute it again.
 
-    Of a store, what loading and computing took on this machine is used instead of --tflops.
+    The hardware need not be here. Of a store, what loading and computing took on this machine is
+    used instead of --tflops.
     """
     from kvtier.tools import plan as room
     from kvtier.tools.text_table import terminal_width

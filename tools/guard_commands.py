@@ -46,12 +46,17 @@ def run(
         bool,
         typer.Option("--quick", help=f"One context a task, of {TOKENS_QUICK:,} tokens."),
     ] = False,
+    dtype: Annotated[
+        str,
+        typer.Option(metavar="DTYPE", help="As the store's model has: float32, bfloat16, float16."),
+    ] = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Find the smallest budget at which a model keeps its answers, and write it as a profile.
+    """Find the smallest budget at which a model keeps its answers.
 
-    Retrieval, extraction to JSON and text, against full attention; exit code 1 if a task is lost
-    at every budget tried. A cache obeys the profile with budget="profile".
+    Retrieval, extraction to JSON and text, against full attention; exit code 1 if a task is lost at
+    every budget tried. It is written as a profile, good for this model in this dtype alone, which a
+    cache obeys with budget="profile".
     """
     from kvtier.tools import guard_run as room
 
@@ -61,6 +66,7 @@ def run(
         budget or (),
         tokens if tokens is not None else TOKENS_QUICK if quick else TOKENS,
         seeds if seeds is not None else SEEDS_QUICK if quick else SEEDS,
+        dtype,
     )
     found = room.run(options)
     show(found.to_dict(), room.run_text(found), as_json=as_json)

@@ -6,7 +6,7 @@ read exactly. The first budget at which the fields stay right, and the next-toke
 close as the guard asks for, is the task's.
 
 All layers get the same share. Giving those with the largest errors of attention twice as much, at
-the same bytes in all, helped nowhere where it was measured: docs/ARCHITECTURE.md has the figures.
+the same bytes in all, was not seen to help where it was measured (docs/ARCHITECTURE.md).
 """
 
 import math
@@ -25,9 +25,12 @@ from kvtier.kernels.divergence import divergence
 from kvtier.tiering import store_files
 from kvtier.tiering.adapters.huggingface import TieredCache
 from kvtier.tiering.adapters.model_identity import geometry_of
-from kvtier.tiering.budget import Budget, safest
+from kvtier.tiering.budget import Budget, percent_hint, safest
 from kvtier.tiering.budget_profile import PROFILE, Profile, TaskBudget
+from kvtier.tiering.fingerprint import Fingerprint
 from kvtier.tiering.guard import ALARM, ALARM_MEAN
+from kvtier.tiering.listing import describe
+from kvtier.tiering.packing import TORCH_DTYPES
 from kvtier.tiering.store import Store
 from kvtier.tools import guard_tasks, model_source
 from kvtier.tools.guard_tasks import EXTRACTION, TASKS, TEXT, Asked
@@ -35,8 +38,11 @@ from kvtier.tools.stages import Stages, stages
 from kvtier.tools.text_table import table
 
 BUDGETS = (0.0625, 0.125, 0.25, 0.5)
+DTYPES = ("auto", *TORCH_DTYPES)
 KEPT_SHARE_MIN = 0.97
 """Of the fields that full attention gets right, and of its score."""
+READ_FACTOR_MAX = 2.0
+"""Of a budget: what was measured says little of a longer context, from there on."""
 NATS_MAX = 1e9
 """Stands for a divergence of logits that are no numbers."""
 PREFILL_TOKENS = 512
@@ -47,13 +53,16 @@ SPACE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """model: as `model_source.find` takes it. budgets: to try. out: the file to write, or None."""
+    """model: as `model_source.find` takes it. budgets: to try. out: the file to write, or None.
+    dtype: as `model_source.load` takes it. store: whose profile it is."""
 
     model: str | None
     budgets: tuple[float, ...]
     tokens: int
     seeds: int
     out: Path | None
+    dtype: str = "auto"
+    store: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,7 @@ def options_of(
     budgets: Sequence[float],
     tokens: int,
     seeds: int,
+    dtype: str = "auto",
 ) -> Options:
     """What was asked for, checked before a model is loaded. target: a store, or a file. Raises
     ConfigError."""
@@ -130,23 +140,53 @@ def options_of(
         path = Path(store) / PROFILE
     elif out is not None:
         path = Path(out)
-    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise ConfigError(f"the profile {path} cannot be written")
+    if path is not None and (why := _why_not_written(path)):
+        raise ConfigError(f"the profile {path} cannot be written: {why}")
     if not all(0 < each < 1 for each in budgets):
-        raise ConfigError(f"--budget is a share above 0 and below 1: got {list(budgets)}")
+        hint = percent_hint(max(budgets))
+        raise ConfigError(f"--budget is a share above 0 and below 1: got {list(budgets)}{hint}")
     if tokens < guard_tasks.TOKENS_MIN or seeds < 1:
         raise ConfigError(
             f"--tokens is at least {guard_tasks.TOKENS_MIN}, --seeds at least 1: got {tokens}, "
             f"{seeds}"
         )
-    return Options(model, tuple(sorted(set(budgets))) or BUDGETS, tokens, seeds, path)
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}: got {dtype!r}")
+    tried = tuple(sorted(set(budgets))) or BUDGETS
+    of = None if store is None else Path(store)
+    return Options(model, tried, tokens, seeds, path, dtype, of)
+
+
+def _why_not_written(path: Path) -> str:
+    """Nothing where it can be."""
+    if path.is_dir():
+        return "it is a directory"
+    if not path.parent.is_dir():
+        return f"there is no directory {path.parent}"
+    return "" if os.access(path.parent, os.W_OK) else f"you may not write into {path.parent}"
+
+
+def _require_known(fingerprint: Fingerprint, options: Options) -> None:
+    """Before minutes are spent on a profile that no cache of the store would obey. Raises
+    ConfigError for one that was opened with others alone."""
+    if options.store is None:
+        return
+    found = describe(options.store).fingerprints
+    known = {Fingerprint.of(each.description).model_hex() for each in found}
+    if known and fingerprint.model_hex() not in known:
+        raise ConfigError(
+            f"{options.store} was opened with other models, and never with this one in this "
+            "dtype: name the store's by --model and --dtype, or write there all the same by "
+            f"--out {options.out}"
+        )
 
 
 def run(options: Options) -> GuardRun:
-    """Measure, and write the profile. Raises ConfigError without a model, and a store's errors."""
+    """Measure, and write the profile. Raises ConfigError without a model, or for one that the
+    store does not know, and a store's errors."""
     source = model_source.find(options.model)
     with stages(f"model: {source.name}, from {source.origin}") as shown:
-        model, tokenizer = model_source.load(source, shown.say)
+        model, tokenizer = model_source.load(source, shown.say, dtype=options.dtype)
         geometry = geometry_of(model)
         # Retrieval shares one context, and what a store keeps of answers is small.
         contexts = 3 * options.seeds * (options.tokens + 512) * geometry.token_bytes
@@ -159,6 +199,7 @@ def run(options: Options) -> GuardRun:
                 region=2 * contexts + SPACE_BYTES,
             ) as store,
         ):
+            _require_known(store.fingerprint, options)
             runner = Runner(store, model, tokenizer, shown)
             found = [each for name in TASKS for each in runner.measure(name, options)]
             fingerprint = store.fingerprint.model_hex()
@@ -327,6 +368,11 @@ def run_text(found: GuardRun) -> str:
     lines = [table(heads, rows), ""]
     for name in found.collapsed:
         lines.append(f"{name}: lost at every budget that was tried; it needs exact attention")
+    if any(each.read > READ_FACTOR_MAX * each.budget for each in found.measured):
+        lines.append(
+            "read is far more than the budget: the last tokens lie on many Pages of so short a "
+            "context, and are always read; measure with --tokens as long as yours"
+        )
     budget = found.profile.budget
     lines.append(f"budget for all tasks: {'exact' if budget is None else f'{budget.share:.4g}'}")
     lines.append(

@@ -81,13 +81,16 @@ def find(model: str | None, packaged: PackagedModel = PACKAGED) -> ModelSource:
 
 
 def load(
-    source: ModelSource, progress: Progress, cache_folder: Path | None = None
+    source: ModelSource,
+    progress: Progress,
+    cache_folder: Path | None = None,
+    dtype: str = "float32",
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """Load model (float32, eval, attention "sdpa", CPU) and tokenizer, converting GGUF once.
+    """Load model (eval, attention "sdpa", CPU) and tokenizer, converting GGUF once.
 
+    dtype: as torch and `from_pretrained` name it, "auto" among them: what its config says.
     Raises ConfigError if the files are not what they should be.
     """
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = str(prepare(source, progress, cache_folder)) if source.paths else source.name
@@ -96,7 +99,7 @@ def load(
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=offline)
         model = AutoModelForCausalLM.from_pretrained(
-            place, dtype=torch.float32, attn_implementation="sdpa", local_files_only=offline
+            place, dtype=dtype, attn_implementation="sdpa", local_files_only=offline
         )
     except (OSError, ValueError) as error:
         raise ConfigError(

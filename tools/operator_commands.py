@@ -50,7 +50,7 @@ def format_store(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a store; on a device it shows what would be lost, and has its path typed.
+    """Make a store. On a device it shows what would be lost, and has its path typed.
 
     A device that is mounted or in use is refused, forced or not.
     """
@@ -63,7 +63,7 @@ def format_store(
 
 @app.command(epilog=EXIT_CODES)
 def devices(as_json: JsonOption = False) -> None:
-    """List block devices, what they carry, and the UUID of the kvtier store on them."""
+    """List block devices, what they carry, and which store they are of."""
     from kvtier.tools import devices as room
     from kvtier.tools.text_table import terminal_width
 
@@ -80,7 +80,7 @@ def stat(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Count what a store holds, and show the live numbers of the process that has it open.
+    """Show a store's numbers, live where a process has it open.
 
     Write amplification among them: bytes that reached the drive over bytes of KV stored.
     """
@@ -176,7 +176,7 @@ def export(
     fingerprint: FingerprintOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write what was saved under a name to one safetensors file, readable by you alone."""
+    """Write what was saved under a name to one safetensors file. You alone may read it."""
     from kvtier.tools import exchange as room
 
     done = room.export(Path(store), name, Path(file), fingerprint)

@@ -6,7 +6,7 @@ Invariants:
   a model that does otherwise would get other attention than it asked for, and is refused.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Listing
 
 import numpy as np
@@ -140,6 +140,11 @@ def shared_columns(pads: Iterable[int], found: Iterable[int], length: int) -> in
 
 def as_batch(ids: torch.Tensor | Listing[int], what: str) -> Ids:
     """int64 [batch, tokens]. Raises ConfigError."""
+    if isinstance(ids, Mapping):
+        raise ConfigError(
+            f"{what} must be integer ids [batch, tokens]: got {type(ids).__name__}, whose "
+            "['input_ids'] may be what is meant"
+        )
     array = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
     if array.ndim == 1:
         array = array[None]

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.kernels.divergence import divergence
+from kvtier.tiering.adapters.batch import as_batch
 from kvtier.tiering.adapters.huggingface import TieredCache
 from kvtier.tiering.adapters.report import Report
 from kvtier.tiering.guard import Schedule, schedule_of
@@ -59,6 +60,9 @@ def generate(
     """
     if not isinstance(cache, TieredCache):
         raise ConfigError(f"cache must be a TieredCache: got {type(cache).__name__}")
+    as_batch(input_ids, "input_ids")
+    if not isinstance(input_ids, torch.Tensor):
+        raise ConfigError(f"input_ids must be a tensor [1, tokens]: got {type(input_ids).__name__}")
     if input_ids.ndim != 2 or len(input_ids) != 1:
         raise UnsupportedError(
             f"kvtier.generate takes one prompt, input_ids [1, tokens]: got {list(input_ids.shape)}"
@@ -115,7 +119,8 @@ class _Loop:
         """The decoding loop that the library calls, with what it has prepared."""
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
         prompt = self._streamed = input_ids.shape[1]
-        logits = self._read(model, input_ids[:, self.cache.get_seq_length() :])
+        behind = input_ids[:, self.cache.get_seq_length() :]
+        logits = self._prefill(model, behind, generation_config.prefill_chunk_size)
         confirmed = _Confirmed(prompt, logits)
         while True:
             scores = logits_processor(input_ids, logits.clone())
@@ -136,6 +141,15 @@ class _Loop:
         if self.streamer is not None:
             self.streamer.end()
         return input_ids
+
+    def _prefill(
+        self, model: PreTrainedModel, ids: torch.Tensor, chunk: int | None
+    ) -> torch.Tensor:
+        """`_read`, so many ids at a time where that was asked for."""
+        *parts, last = torch.split(ids, chunk or ids.shape[1], 1)
+        for part in parts:
+            self._read(model, part)
+        return self._read(model, last)
 
     def _read(self, model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
         """Have the model read ids [1, n]; float32 logits [1, vocabulary] of what follows them."""
