@@ -120,20 +120,16 @@ class Reading:
         return merge([read, estimated]).out
 
 
-class SimulatedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """A layer that holds a context and reads it by a Reading; without one in full, in order."""
+class PluggedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """A layer of a simulated cache that plugs into the attention of TieredCache. What it holds, and
+    how it attends, is its heirs'."""
 
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, keys: Tensor, values: Tensor, reading: Reading | None = None) -> None:
-        """keys, values: [kv_heads, tokens, width] of the context, in the order of its slots."""
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_initialized = True
-        self.held = keys, values
-        self.reading = reading
-        self.queries: list[Tensor] | None = None
-        """If it is a list: every eighth query that was asked, [q_heads, n, Dk]."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: shapes are known."""
@@ -141,11 +137,37 @@ class SimulatedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        keys, values = self.held
-        self.held = torch.cat((keys, key_states[0]), 1), torch.cat((values, value_states[0]), 1)
         tagged = key_states.view_as(key_states)
         setattr(tagged, attention.TAG, self)
         return tagged, value_states
+
+    def require_window(self, window: int | None) -> None:
+        assert window is None, "only layers that see everything are simulated"
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SimulatedLayer(PluggedLayer):  # type: ignore[no-untyped-call]
+    """A layer that holds a context and reads it by a Reading; without one in full, in order."""
+
+    def __init__(self, keys: Tensor, values: Tensor, reading: Reading | None = None) -> None:
+        """keys, values: [kv_heads, tokens, width] of the context, in the order of its slots."""
+        super().__init__()
+        self.held = keys, values
+        self.reading = reading
+        self.queries: list[Tensor] | None = None
+        """If it is a list: every eighth query that was asked, [q_heads, n, Dk]."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self.held
+        self.held = torch.cat((keys, key_states[0]), 1), torch.cat((values, value_states[0]), 1)
+        return super().update(key_states, value_states)
 
     def attend(
         self,
@@ -171,17 +193,8 @@ class SimulatedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         )
         return out.transpose(1, 2)
 
-    def require_window(self, window: int | None) -> None:
-        assert window is None, "only layers that see everything are simulated"
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
     def get_seq_length(self) -> int:
         return self.held[0].shape[1]
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 def read(model: PreTrainedModel, layers: list[SimulatedLayer], ids: list[int], keep: int) -> Tensor:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from bench.fidelity_attention import RECENT_TOKENS, SimulatedLayer, read
 from bench.fidelity_policies import POLICIES, Layouts, kept, layouts_of
-from bench.fidelity_tasks import DOCS, TEXT, Suffix, encode, make_task
+from bench.fidelity_tasks import DOCS, TEXT, Suffix, Task, encode, make_task
 from kvtier.kernels.divergence import divergence
 from kvtier.tiering.geometry import PAGE_TOKENS
 from kvtier.tools.bench_form import commit
@@ -141,6 +141,39 @@ def answer_logits(model: PreTrainedModel, layers: list[SimulatedLayer], suffix: 
     return read(model, layers, suffix.ids, suffix.answer + 1)[:-1]
 
 
+@dataclass(frozen=True, slots=True)
+class HeldContext:
+    """The context of a task, cut to whole Pages and prefilled. digest: of its ids. behind: ids that
+    were cut off."""
+
+    task: Task
+    digest: str
+    layouts: Layouts
+    behind: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Contexts:
+    """Prefills contexts with one model, and keeps them in a folder."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    folder: Path
+
+    def prepare(self, case: Case) -> HeldContext:
+        task = make_task(case.task, case.tokens, case.seed, self._count)
+        ids = list(self.tokenizer(task.context).input_ids)
+        cut = len(ids) // PAGE_TOKENS * PAGE_TOKENS
+        assert cut > 2 * RECENT_TOKENS
+        digest = hashlib.sha256(repr(ids[:cut]).encode()).hexdigest()[:12]
+        path = self.folder / f"{case.task}-{case.tokens}-{case.seed}-{digest}.safetensors"
+        layouts = layouts_of(self.model, kept(path, self.model, ids[:cut]))
+        return HeldContext(task, digest, layouts, ids[cut:])
+
+    def _count(self, text: str) -> int:
+        return len(self.tokenizer(text).input_ids)
+
+
 @dataclass(slots=True)
 class Prepared:
     """A case that was prefilled, and what full attention says to its suffixes."""
@@ -160,7 +193,7 @@ class Runner:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.folder = folder
+        self.contexts = Contexts(model, tokenizer, folder)
         self.records = records
         self.commit = commit()
 
@@ -192,25 +225,19 @@ class Runner:
         return True
 
     def prepare(self, case: Case) -> Prepared:
-        """Prefill the context, cut to whole pages; what is cut off goes before each question."""
+        """Prefill the context; what is cut off of it goes before each question."""
         began = time.perf_counter()
-        task = make_task(case.task, case.tokens, case.seed, self._count)
-        ids = list(self.tokenizer(task.context).input_ids)
-        cut = len(ids) // PAGE_TOKENS * PAGE_TOKENS
-        context = hashlib.sha256(repr(ids[:cut]).encode()).hexdigest()[:12]
-        assert cut > 2 * RECENT_TOKENS
-        path = self.folder / f"{case.task}-{case.tokens}-{case.seed}-{context}.safetensors"
-        layouts = layouts_of(self.model, kept(path, self.model, ids[:cut]))
+        held = self.contexts.prepare(case)
         suffixes = []
-        for question in task.questions:
+        for question in held.task.questions:
             asked = encode(question, self.tokenizer)
-            suffixes.append(Suffix(ids[cut:] + asked.ids, asked.answer, asked.fields))
-        full = [self._answers(layouts.layers(None, 1.0), each) for each in suffixes]
+            suffixes.append(Suffix(held.behind + asked.ids, asked.answer, asked.fields))
+        full = [self._answers(held.layouts.layers(None, 1.0), each) for each in suffixes]
         say(
-            f"{case.task} {case.tokens} seed {case.seed}: {cut} tokens ready, "
+            f"{case.task} {case.tokens} seed {case.seed}: {held.layouts.held.tokens} tokens ready, "
             f"{time.perf_counter() - began:.0f} s"
         )
-        return Prepared(case, context, suffixes, layouts, full)
+        return Prepared(case, held.digest, suffixes, held.layouts, full)
 
     def measure(self, prepared: Prepared, policy: str, budget: float) -> Record:
         began = time.perf_counter()
@@ -249,9 +276,6 @@ class Runner:
             read=chosen / there,
             seconds=time.perf_counter() - began,
         )
-
-    def _count(self, text: str) -> int:
-        return len(self.tokenizer(text).input_ids)
 
     def _answers(self, layers: list[SimulatedLayer], suffix: Suffix) -> Tensor:
         return answer_logits(self.model, layers, suffix)

@@ -18,15 +18,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from bench.fidelity_attention import Reading, SimulatedLayer, budget_bytes, masked_attention, read
-from bench.fidelity_policies import POLICIES, Layouts, kept, layouts_of
-from bench.fidelity_run import Case, Records, code_version, say
-from bench.fidelity_tasks import JSON, Question, make_task
+from bench.fidelity_attention import (
+    PluggedLayer,
+    Reading,
+    SimulatedLayer,
+    budget_bytes,
+    masked_attention,
+    read,
+)
+from bench.fidelity_policies import POLICIES, Layouts
+from bench.fidelity_run import Case, Contexts, Records, code_version, say
+from bench.fidelity_tasks import JSON, Question
 from kvtier.kernels.divergence import divergence
 from kvtier.kernels.paged_attention import merge
-from kvtier.tiering.adapters import attention
 from kvtier.tiering.geometry import PAGE_TOKENS
 from kvtier.tools.bench_form import commit
 
@@ -87,27 +93,13 @@ class Row:
     exactly: bool
 
 
-class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class BatchLayer(PluggedLayer):  # type: ignore[no-untyped-call]
     """A layer of several runs that go through the model together, a token of each at a time."""
 
-    is_compileable = False
-    supports_early_init = False
-
     def __init__(self, streams: list[Stream]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.is_initialized = True
+        super().__init__()
         self.streams = streams
         self.rows: list[Row] = []
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: shapes are known."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        tagged = key_states.view_as(key_states)
-        setattr(tagged, attention.TAG, self)
-        return tagged, value_states
 
     def attend(
         self,
@@ -133,17 +125,8 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         for run in {row.run for row in self.rows}:
             self.streams[run].held += 1
 
-    def require_window(self, window: int | None) -> None:
-        assert window is None, "only layers that see everything are simulated"
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
     def get_seq_length(self) -> int:
         return 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 @dataclass(slots=True)
@@ -315,7 +298,7 @@ class GuardRunner:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.folder = folder
+        self.contexts = Contexts(model, tokenizer, folder)
         self.records = records
         self.commit = commit()
 
@@ -334,9 +317,10 @@ class GuardRunner:
                 if not self.records.find(**named, policy=each[0], budget=each[1])
             ]
             if missing:
-                context, question, ids = self._prompt(case)
-                layouts = layouts_of(self.model, kept(self._path(case), self.model, context))
-                for run in begin(self.model, layouts, ids, missing, new_tokens):
+                held = self.contexts.prepare(case)
+                question = held.task.questions[-1]
+                ids = held.behind + list(self.tokenizer(question.text).input_ids)
+                for run in begin(self.model, held.layouts, ids, missing, new_tokens):
                     started.append((named, case.task, question, run))
         if not started:
             return
@@ -352,17 +336,3 @@ class GuardRunner:
             self.records.add({"commit": self.commit, **named, **of_run, **asdict(run.answer)})
             say(f"{task} seed {named['seed']} {run.policy}: fields {right}")
         say(f"{time.perf_counter() - began:.0f} s")
-
-    def _path(self, case: Case) -> Path:
-        return self.folder / f"{case.task}-{case.tokens}-{case.seed}.safetensors"
-
-    def _prompt(self, case: Case) -> tuple[list[int], Question, list[int]]:
-        """Ids of the context, cut to whole Pages; the last question; its ids behind the rest."""
-        task = make_task(
-            case.task, case.tokens, case.seed, lambda text: len(self.tokenizer(text).input_ids)
-        )
-        ids = list(self.tokenizer(task.context).input_ids)
-        cut = len(ids) // PAGE_TOKENS * PAGE_TOKENS
-        question = task.questions[-1]
-        asked = ids[cut:] + list(self.tokenizer(question.text).input_ids)
-        return ids[:cut], question, asked

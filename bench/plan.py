@@ -37,8 +37,7 @@ HOT = "128MiB"
 TOKENS, TOKENS_QUICK = 4097, 2049
 NEW_TOKENS = 8
 PAUSE_S = 0.4
-"""Longer than the throttle's slices of 100 ms: after it each run is given one such slice at once,
-the same for all. With shorter pauses what came before decided."""
+"""Longer than the throttle's slices of 100 ms, so that each run begins with a whole one."""
 REGION_BYTES = 512 << 20
 SHAPE: dict[str, Any] = {
     "vocab_size": 2048,
