@@ -137,10 +137,15 @@ class Recalled:
                 assert torch.equal(rows[:count], appended[head, torch.from_numpy(at)])
                 assert not rows[count:].any()
 
+    def brought(self, layer: int, wants: Wants) -> FrameArray:
+        """The Frames that hold them, until somebody makes room."""
+        with self.recall.recalling(layer, *wants.arrays) as landed:
+            return landed()
+
     def recalled(self, layer: int, wants: Wants) -> None:
         """Recall them, and compare."""
-        with self.recall.recalled(layer, *wants.arrays) as frames:
-            self.check(layer, wants, frames)
+        with self.recall.recalling(layer, *wants.arrays) as landed:
+            self.check(layer, wants, landed())
         self.check_limit()
 
     def check_limit(self) -> None:

@@ -195,12 +195,12 @@ def test_more_than_hot_has_room_for(tmp_path: Path) -> None:
         held = case.all_of(0, case.segments[:1])
         case.recalled(0, held)
         with pytest.raises(CapacityError):
-            case.recall.recall(0, *case.all_of(0).arrays)
+            case.brought(0, case.all_of(0))
         case.check_limit()
         # What is held and wanted as well does not make room for the rest.
         case.recalled(0, held)
         with pytest.raises(CapacityError):
-            case.recall.recall(0, *held.both(case.all_of(0, case.segments[1:2])).arrays)
+            case.brought(0, held.both(case.all_of(0, case.segments[1:2])))
         case.check_limit()
         case.recalled(0, case.all_of(0, case.segments[1:2]))
         case.released(tmp_path)
@@ -298,6 +298,6 @@ def test_nothing_wanted(tmp_path: Path) -> None:
     kv = stored(tmp_path, BLOCKS)
     none = np.zeros(0, np.int64)
     with opened(tmp_path, kv, Config(None, "8MiB")) as case:
-        assert len(case.recall.recall(0, none, none, none)) == 0
+        assert len(case.brought(0, Wants(none, none, none))) == 0
         case.recall.start(0, none, none, none)
         case.recalled(0, Wants(none, none, none))

@@ -83,7 +83,7 @@ def test_one_rotten_page(tmp_path: Path, geometry: str, page: int, engine: Any) 
         case.recall.start(1, *case.all_of(1, case.segments[3:]).arrays)
         for _ in range(2):
             with pytest.raises(FormatError, match=f"page {page} of kv head 1 is damaged"):
-                case.recall.recall(1, *wants.arrays)
+                case.brought(1, wants)
             case.check_limit()
             assert is_known(case, 1, rest).all()
             assert not is_known(case, 1, bad).any()
@@ -107,7 +107,7 @@ def test_pages_of_another_segment_in_its_place(tmp_path: Path) -> None:
             region.seek(target)
             region.write(page)
         with pytest.raises(FormatError):
-            case.recall.recall(0, *wrong.arrays)
+            case.brought(0, wrong)
         assert case.segments[1].damaged
         case.recalled(0, right)
 
@@ -143,7 +143,7 @@ def test_one_bad_block_fails_its_pages_alone(
     with simulated_drives(monkeypatch, faults), opened(tmp_path, kv, LARGE) as case:
         wants = case.all_of(0)
         with pytest.raises(DeviceError) as caught:
-            case.recall.recall(0, *wants.arrays)
+            case.brought(0, wants)
         assert caught.value.errno == errno.ENODATA
         case.check_limit()
         known = is_known(case, 0, wants)
@@ -202,7 +202,7 @@ def test_a_drive_that_fails_as_a_whole(tmp_path: Path) -> None:
             wants = case.all_of(layer)
             if layer:
                 with pytest.raises(ClosedError):
-                    case.recall.recall(layer, *wants.arrays)
+                    case.brought(layer, wants)
             else:
                 # What had been read before is there, and right.
                 case.recalled(layer, wants)

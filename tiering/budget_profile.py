@@ -134,7 +134,7 @@ def load(path: Path) -> Profile:
     DeviceError.
     """
     try:
-        data = read_small(path, _FILE_BYTES_MAX)
+        content = parse_yaml(read_small(path, _FILE_BYTES_MAX))
     except FileNotFoundError as error:
         raise ConfigError(
             f"there is no profile {path}: run kvtier guard run --store {path.parent} for this "
@@ -142,10 +142,6 @@ def load(path: Path) -> Profile:
         ) from error
     except OSError as error:
         raise DeviceError(f"{path}: {error.strerror}", error.errno or 0) from error
-    except ValueError as error:
-        raise FormatError(f"{path} is no profile: {error}") from error
-    try:
-        content = parse_yaml(data)
     except ValueError as error:
         raise FormatError(f"{path} is no profile: {error}") from error
     try:

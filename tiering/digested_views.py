@@ -20,6 +20,7 @@ from kvtier.kernels.digests import LayerDigests, PageDigests
 from kvtier.tiering.clusterer import SINK_TOKENS
 from kvtier.tiering.geometry import PAGE_TOKENS, Geometry, pages_of
 from kvtier.tiering.segment import Segment, SegmentView
+from kvtier.tiering.units import Mask
 
 RECENT_TOKENS = 64
 """The last tokens, always read; mostly they are in the Tail."""
@@ -28,14 +29,26 @@ DigestOf = Callable[[Segment, int], PageDigests]
 """The digests of one layer of a Segment, its Pages as they lie in Frames."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Always:
+    """Pages that are read whatever they promise: bool [heads, columns]. beyond_bytes: of those that
+    are beyond the budget, the most that a head has."""
+
+    pages: torch.Tensor
+    beyond_bytes: int
+
+    @classmethod
+    def of(cls, pages: Mask, beyond: Mask, page_bytes: Int64Array) -> "Always":
+        return cls(torch.from_numpy(pages), int((beyond * page_bytes).sum(1).max()))
+
+
 @dataclass(slots=True, eq=False)
 class DigestedViews:
     """One layer of the views of a Sequence.
 
     slots, numbers: int64 [columns], of each column its Segment's slot and the Page's number there.
     shown: bool [heads, columns, 16], the slots that count; None: all of every column. always:
-    bool [heads, columns]. cut: bool [heads, columns], those of them with a token that the Sequence
-    does not have. recent: bool [heads, columns], Pages with one of the last 64 tokens.
+    what is read by every query. with_recent: the same where some of the last 64 tokens are here.
     made_of: the digests of each view. page_bytes: int64 [columns]. nbytes: of all columns of a
     head. wanted: slots, heads and numbers of the last choice, for reading ahead.
     """
@@ -46,9 +59,8 @@ class DigestedViews:
     slots: Int64Array
     numbers: Int64Array
     shown: torch.Tensor | None
-    always: torch.Tensor
-    cut: torch.Tensor
-    recent: torch.Tensor
+    always: Always
+    with_recent: Always
     page_bytes: torch.Tensor
     nbytes: int = 0
     wanted: tuple[Int64Array, Int64Array, Int64Array] | None = None
@@ -96,10 +108,13 @@ def digested(
     positions = _positions(views, layer, shape.kv_heads, counts)
     end = views[-1].end
     held = positions >= 0
-    always = (held & (positions < SINK_TOKENS)).any(2)
     shown = None if held.all() else torch.from_numpy(held)
     tokens = np.concatenate([_tokens_of_pages(view.segment.token_count) for view in views])
+    page_bytes = tokens * geometry.row_bytes(layer)
+    # Cut Pages have tokens that the Sequence does not have: they are read, beyond the budget.
     cut = held.sum(2) < tokens
+    always = (held & (positions < SINK_TOKENS)).any(2) | cut
+    recent = (positions >= end - RECENT_TOKENS).any(2)
     return DigestedViews(
         views=views,
         made_of=made_of,
@@ -107,11 +122,10 @@ def digested(
         slots=np.repeat([view.segment.slot for view in views], counts).astype(np.int64),
         numbers=np.concatenate([np.arange(count) for count in counts]).astype(np.int64),
         shown=shown,
-        always=torch.from_numpy(always | cut),
-        cut=torch.from_numpy(cut),
-        recent=torch.from_numpy((positions >= end - RECENT_TOKENS).any(2)),
-        page_bytes=torch.from_numpy(tokens * geometry.row_bytes(layer)),
-        nbytes=int(tokens.sum()) * geometry.row_bytes(layer),
+        always=Always.of(always, cut, page_bytes),
+        with_recent=Always.of(always | recent, cut | (recent & ~always), page_bytes),
+        page_bytes=torch.from_numpy(page_bytes),
+        nbytes=int(page_bytes.sum()),
     )
 
 

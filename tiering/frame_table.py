@@ -17,7 +17,7 @@ Invariants:
 
 from collections import OrderedDict
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -81,17 +81,16 @@ class PlacedViews:
     tail: tuple[Segment, int] | None = None
     """Whose first Pages the columns behind `fixed` are, and how many: in most steps of a decode
     the same as in the one before."""
+    is_cut: bool = field(init=False)
+    """Whether some of the first `fixed` columns do not count as a whole."""
+
+    def __post_init__(self) -> None:
+        self.is_cut = self.cut.shape[1] > 0
 
     @property
     def slots(self) -> SlotArray:
         """Of the views' Segments."""
         return self.shown.slots
-
-    is_cut: bool = False
-    """Whether some of the first `fixed` columns do not count as a whole."""
-
-    def __post_init__(self) -> None:
-        self.is_cut = self.cut.shape[1] > 0
 
     def first(self, columns: int) -> torch.Tensor:
         """frames [heads, columns]."""

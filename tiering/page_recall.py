@@ -88,8 +88,15 @@ class PageRecall:
     def recalling(
         self, layer: int, slots: Int64Array, heads: Int64Array, pages: Int64Array
     ) -> Iterator[Callable[[], FrameArray]]:
-        """Have what `recall` brings set out, and give what waits for it: called, it returns the
-        Frames, which stay what they are while the block runs. Others may compute until then."""
+        """Have these Pages of a layer set out, and give what waits for them: called, it returns the
+        Frames of HOT that hold them, int64 [n], which stay what they are while the block runs.
+        Others may compute until then.
+
+        slots, heads, pages: int64 [n], in any order; a Page may be named more than once. The
+        Segments at `slots` went through require_directories, and HOT or the device has the Pages.
+        As many as one unit has always find room. Raises FormatError or DeviceError for bytes that
+        cannot be had, after marking their Segments; CapacityError where HOT has no room for all.
+        """
         places = self.cache.places(layer, slots, heads, pages)
         frames = self.residency.hot.frames[layer].reshape(-1)[places].astype(np.int64)
         self.counters.pages_wanted += len(places)
@@ -114,28 +121,6 @@ class PageRecall:
             finally:
                 if fetch is not None:
                     self._settle(fetch)
-
-    @contextmanager
-    def recalled(
-        self, layer: int, slots: Int64Array, heads: Int64Array, pages: Int64Array
-    ) -> Iterator[FrameArray]:
-        """The Frames of what `recall` brings, which stay what they are while the block runs."""
-        with self.recalling(layer, slots, heads, pages) as landed:
-            yield landed()
-
-    def recall(
-        self, layer: int, slots: Int64Array, heads: Int64Array, pages: Int64Array
-    ) -> FrameArray:
-        """Frames of HOT that hold these Pages of a layer: int64 [n]. They hold them until somebody
-        makes room (`recalled`).
-
-        slots, heads, pages: int64 [n], in any order; a Page may be named more than once. The
-        Segments at `slots` went through require_directories, and HOT or the device has the Pages.
-        As many as one unit has always find room. Raises FormatError or DeviceError for bytes that
-        cannot be had, after marking their Segments; CapacityError where HOT has no room for all.
-        """
-        with self.recalling(layer, slots, heads, pages) as landed:
-            return landed()
 
     def _leased(self, layer: int, whole: Int64Array) -> AbstractContextManager[None]:
         """Units at these slots, if there are any, are used now, and stay while the block runs."""
@@ -304,9 +289,9 @@ class PageRecall:
     # ---- ahead ------------------------------------------------------------------------------
 
     def start(self, layer: int, slots: Int64Array, heads: Int64Array, pages: Int64Array) -> None:
-        """Begin to read Pages that a query will probably want; `recall` of the layer lands them.
+        """Begin to read Pages that a query will probably want; `recalling` of the layer lands them.
 
-        As `recall` takes them. Reads what is nowhere in memory, of units whose directories are
+        As `recalling` takes them. Reads what is nowhere in memory, of units whose directories are
         known, as far as there are buffers. Never raises for what the device does.
         """
         places = self.cache.places(layer, slots, heads, pages)

@@ -12,7 +12,8 @@ Invariants:
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -24,7 +25,7 @@ from kvtier.tiering.geometry import SEGMENT_TOKENS, Geometry
 from kvtier.tiering.page_layout import Order
 from kvtier.tiering.registry import Registry
 from kvtier.tiering.segment import Segment, SegmentView
-from kvtier.tiering.sequence import Sequence as Stream
+from kvtier.tiering.sequence import Sequence
 from kvtier.tiering.transfer import Mover
 
 _log = logging.getLogger("kvtier")
@@ -74,11 +75,11 @@ class Sealer:
 
     # ---- at once ----------------------------------------------------------------------------
 
-    def write_out(self, stream: Stream) -> None:
+    def write_out(self, sequence: Sequence) -> None:
         """Begin to write every frozen Segment of a Sequence that exists in HOT alone, but for what
         is being sealed, and write anew what a flush that failed may have lost."""
-        lost = [view.segment for view in stream.views if self.extents.may_be_lost(view.segment)]
-        for _, some in groupby(self.unwritten(stream), lambda unit: unit.segment.start):
+        lost = [view.segment for view in sequence.views if self.extents.may_be_lost(view.segment)]
+        for _, some in groupby(self.unwritten(sequence), lambda unit: unit.segment.start):
             self._write(list(some))
         for segment in lost:
             # One by one: HOT need not have room for more. Room on the drive may take a flush,
@@ -91,14 +92,14 @@ class Sealer:
                 self.extents.finish([unit])
             segment.flush_epoch = epoch
 
-    def unwritten(self, stream: Stream) -> list[Unit]:
+    def unwritten(self, sequence: Sequence) -> list[Unit]:
         """Units of a Sequence's frozen Segments, but for what is being sealed, that are not on the
         device and that HOT has."""
-        sealing = stream.sealing
+        sealing = sequence.sealing
         sealed = None if sealing is None or sealing.done else sealing.segment
         return [
             unit
-            for view in stream.views
+            for view in sequence.views
             if not view.segment.written and view.segment is not sealed
             for unit in self._only_in_hot(view.segment)
         ]
@@ -127,7 +128,7 @@ class Sealer:
         segment.filled[layer] = 0
         self.mover.append(segment, layer, keys, values)
 
-    def _write(self, units: Sequence[Unit], orders: dict[int, Order] | None = None) -> None:
+    def _write(self, units: Listing[Unit], orders: dict[int, Order] | None = None) -> None:
         """Begin to write units of frozen Segments that HOT alone has. They stay dirty until the
         drive has them. orders: by layer, where they are known; what has none keeps the order of
         positions. Raises CapacityError, DeviceError."""
@@ -146,13 +147,13 @@ class Sealer:
 
     # ---- in steps ---------------------------------------------------------------------------
 
-    def begin(self, stream: Stream, segment: Segment, before: tuple[SegmentView, ...]) -> None:
+    def begin(self, sequence: Sequence, segment: Segment, before: tuple[SegmentView, ...]) -> None:
         """Seal a Segment that a Sequence has just filled, where HOT alone has some of it, while its
         passes go on. before: the views before it."""
         layers = [unit.layer for unit in self._only_in_hot(segment)]
         if layers:
             steps = self._steps(segment, layers)
-            stream.sealing = Sealing(segment, before, steps, segment.layers - len(layers))
+            sequence.sealing = Sealing(segment, before, steps, segment.layers - len(layers))
 
     def _steps(self, segment: Segment, layers: list[int]) -> Iterator[None]:
         units = [Unit(segment, layer) for layer in layers]
@@ -163,31 +164,31 @@ class Sealer:
             self._write([unit], orders)
             yield
 
-    def advance(self, stream: Stream, tokens: int) -> bool:
+    def advance(self, sequence: Sequence, tokens: int) -> bool:
         """A pass of so many tokens has ended. True: what was being sealed is written, and can be
         committed."""
-        sealing = stream.sealing
+        sealing = sequence.sealing
         if sealing is None:
             return False
         self._take(sealing, tokens * self.pace)
         if not sealing.done:
             return False
-        stream.sealing = None
+        sequence.sealing = None
         return sealing.segment.written
 
-    def finish(self, stream: Stream) -> None:
+    def finish(self, sequence: Sequence) -> None:
         """Have all of it begin to go to the drive now. Whoever needs it hears of what fails."""
-        if stream.sealing is not None:
-            self._take(stream.sealing, None)
+        if sequence.sealing is not None:
+            self._take(sequence.sealing, None)
 
-    def end(self, stream: Stream, commit: Callable[[Stream], None]) -> None:
+    def end(self, sequence: Sequence, commit: Callable[[Sequence], None]) -> None:
         """A Sequence is released, or its store closed: what it filled is stored, if it is named."""
-        sealing = stream.sealing
-        if sealing is None or sealing.end > len(stream.tokens):
+        sealing = sequence.sealing
+        if sealing is None or sealing.end > len(sequence.tokens):
             return
-        self.finish(stream)
+        self.finish(sequence)
         try:
-            commit(stream)
+            commit(sequence)
         except KvtierError as error:
             _log.error("tokens up to %d of a sequence are not stored: %s", sealing.end, error)
 
@@ -196,13 +197,18 @@ class Sealer:
         segment = sealing.segment
         try:
             while not sealing.done and steps != 0:
-                written = segment.layers - segment.extents.count(None)
-                if written != sealing.written or next(sealing.steps, self) is self:
+                # Where others wrote some of it, they write the rest as well.
+                if _written(segment) != sealing.written or next(sealing.steps, True):
                     sealing.done = True
-                sealing.written = segment.layers - segment.extents.count(None)
+                sealing.written = _written(segment)
                 steps = None if steps is None else steps - 1
         except KvtierError as error:
             # It stays in HOT, and is written when it is saved, or room is needed.
             sealing.done = True
             where = f"tokens {segment.start} to {sealing.end}"
             _log.error("%s are not written yet: %s", where, error)
+
+
+def _written(segment: Segment) -> int:
+    """How many of its layers are written, or on their way."""
+    return segment.layers - segment.extents.count(None)

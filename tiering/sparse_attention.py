@@ -96,14 +96,10 @@ class SparseAttention:
     ) -> torch.Tensor:
         """Which Pages are read, bool [heads, columns]."""
         mass = group_mass(shares, len(shares.weights) // known.digests.heads)
-        limit = round(budget * known.nbytes)
-        always, beyond = known.always, known.cut
-        if sequence.length(layer) - known.tokens < RECENT_TOKENS:
-            always = always | known.recent
-            beyond = beyond | (known.recent & ~known.always)
-        if beyond.any():
-            limit += int((beyond * known.page_bytes).sum(1).max())
-        mask = top_pages(mass, known.page_bytes, limit, always)
+        has_recent = sequence.length(layer) - known.tokens < RECENT_TOKENS
+        always = known.with_recent if has_recent else known.always
+        limit = round(budget * known.nbytes) + always.beyond_bytes
+        mask = top_pages(mass, known.page_bytes, limit, always.pages)
         self.pages_chosen += int(np.count_nonzero(mask.numpy()))
         self.pages_to_choose += mask.numel()
         return mask

@@ -98,14 +98,15 @@ class Writer:
             return False
         parts = self._parts(sequence, layer, count)
         filled = [segment.filled[layer] for segment, _ in parts]
-        written = [each for each in parts if self._goes_straight(*each, layer)]
+        into_frames = [each for each in parts if not self._goes_straight(*each, layer)]
         completed = [
             self._completed(Unit(segment, layer), keys[:, part], values[:, part])
-            for segment, part in written
+            for segment, part in parts
+            if self._goes_straight(segment, part, layer)
         ]
         try:
             # What may fail comes first, and leaves the Frames of complete units alone.
-            for segment, part in [each for each in parts if each not in written]:
+            for segment, part in into_frames:
                 taken = self._append_to_frames(segment, layer, keys[:, part], values[:, part])
                 sequence.reserved_bytes = max(0, sequence.reserved_bytes - taken)
             self.extents.write(completed)
